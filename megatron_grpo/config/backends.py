@@ -1,0 +1,180 @@
+"""Who does the work: model, policy, generator, weight exchange, cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_grpo.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from megatron_grpo.config.parallel import ParallelConfig
+from megatron_grpo.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+class ModelConfig(Section):
+    """A local Hugging Face folder: config.json, safetensors, tokenizer."""
+
+    path: Path
+    """`~` is expanded. Nothing is ever fetched from a hub."""
+
+    @property
+    def folder(self) -> Path:
+        return self.path.expanduser()
+
+
+class OptimizerConfig(Section):
+    """AdamW with a warm-up and a schedule, counted in optimizer steps."""
+
+    learning_rate: PositiveFloat = 1e-6
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where a decaying schedule ends; a constant one ignores it and refuses a value."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    """Steps to reach min_learning_rate; required unless the schedule is constant."""
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    """Applied to matrices only, never to norms and biases."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the global gradient norm; null is off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if self.schedule == "constant":
+            if self.decay_steps is not None or self.min_learning_rate:
+                raise ConfigError(
+                    "decay_steps",
+                    "has no meaning under a constant schedule",
+                    found=self.decay_steps,
+                    remedy="set schedule to linear or cosine, or drop decay_steps and min_learning_rate",
+                )
+        elif self.decay_steps is None or self.decay_steps <= self.warmup_steps:
+            raise ConfigError(
+                "decay_steps",
+                f"a {self.schedule} schedule must decay after its warm-up of {self.warmup_steps}",
+                found=self.decay_steps,
+                remedy="set decay_steps to the number of steps of the run",
+            )
+        return self
+
+
+class MegatronPolicyConfig(Section):
+    """A Megatron-Core GPT model on `parallel.world_size` ranks under Ray."""
+
+    type: Literal["megatron"] = "megatron"
+    parallel: ParallelConfig = ParallelConfig()
+    dtype: DType = "auto"
+    """Compute type; parameters and optimizer keep fp32 masters. auto: bfloat16 where the hardware multiplies it
+    natively (CUDA, or a CPU with AMX or AVX512-BF16), else float32."""
+    microbatch_tokens: PositiveInt = 4096
+    """Most packed tokens of one micro-batch."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass."""
+    transformer_engine: Literal["auto", "on", "off"] = "auto"
+    """auto: Transformer Engine layers where it is installed and a GPU is present, else Megatron's local ones."""
+    threads_per_rank: PositiveInt = 1
+    """CPU threads of each rank."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MegatronPolicyConfig:
+        if self.overlap_param_gather and not (
+            self.distributed_optimizer and self.overlap_grad_reduce
+        ):
+            raise ConfigError(
+                "overlap_param_gather",
+                "needs distributed_optimizer and overlap_grad_reduce",
+                remedy="set both to true",
+            )
+        multiple = self.parallel.sequence_multiple
+        if self.microbatch_tokens % multiple:
+            raise ConfigError(
+                "microbatch_tokens",
+                f"must be a multiple of {multiple} under this layout",
+                found=self.microbatch_tokens,
+                remedy=f"use {self.microbatch_tokens // multiple * multiple or multiple}",
+            )
+        return self
+
+
+class ReferencePolicyConfig(Section):
+    """The Hugging Face model in plain torch, one process: the oracle, and the simplest way to try an algorithm."""
+
+    type: Literal["reference"] = "reference"
+    dtype: DType = "float32"
+    microbatch_tokens: PositiveInt = 4096
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class VllmGeneratorConfig(Section):
+    """vLLM engines, each a Ray actor of `tensor` workers."""
+
+    type: Literal["vllm"] = "vllm"
+    engines: PositiveInt = 1
+    tensor: PositiveInt = 1
+    dtype: DType = "auto"
+    max_model_tokens: PositiveInt = 1024
+    """Prompt plus completion, in tokens."""
+    max_concurrent: PositiveInt = 256
+    """Most sequences an engine decodes at once."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Per engine worker; null lets vLLM decide on a GPU, and is 512 MiB on a CPU."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
+    threads: PositiveInt | None = None
+    """CPU threads of an engine; null is all the cores of its node."""
+
+
+class ReferenceGeneratorConfig(Section):
+    """A plain sampling loop over the Hugging Face model: exact, slow, one process."""
+
+    type: Literal["reference"] = "reference"
+    dtype: DType = "float32"
+    max_model_tokens: PositiveInt = 1024
+    max_concurrent: PositiveInt = 256
+
+
+PolicyConfig = Annotated[
+    MegatronPolicyConfig | ReferencePolicyConfig, Field(discriminator="type")
+]
+GeneratorConfig = Annotated[
+    VllmGeneratorConfig | ReferenceGeneratorConfig, Field(discriminator="type")
+]
+
+
+class WeightsConfig(Section):
+    """How the policy's weights reach the engines."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl when policy and engines have GPUs, else gloo."""
+    bucket_bytes: PositiveInt = 64 << 20
+    deadline_s: PositiveFloat = 120.0
+    """A push that takes longer is an error on both sides."""
+
+
+class ClusterConfig(Section):
+    """The Ray cluster: joined when `address` is given, else started on this machine for the run."""
+
+    address: str | None = None
+    gpus_per_rank: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: each policy rank and engine worker gets a GPU. 0: everything runs on CPUs."""
+    placement_deadline_s: PositiveFloat = 120.0
+    start_deadline_s: PositiveFloat = 600.0
+    """Longest wait for ranks and engines to load their model."""
+    step_deadline_s: PositiveFloat = 3600.0
+    """Longest wait for any one phase of a step."""

@@ -1,0 +1,223 @@
+"""The one base of every config section, and how YAML and command-line text become values.
+
+Text is read by YAML 1.2 rules (1e-6 is a number, 12:30 is text), then validated: numbers given as text are
+numbers, "false" and "0" are False, null clears an optional, and nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, TypeVar, Union
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from megatron_grpo.errors import ConfigError, ConfigErrors
+
+# What YAML text can become. Only this module handles it; everyone else sees typed sections.
+Value = Union[None, bool, int, float, str, list["Value"], dict[str, "Value"]]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Frozen, closed to unknown keys, defaults checked like given values."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
+    )
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def read_yaml(path: Path) -> dict[str, Value]:
+    """Parse one YAML file, following `extends:` (a path relative to the file; a list is applied in order).
+
+    Raises:
+        ConfigError: unreadable, not a mapping, duplicate keys, or an `extends` circle.
+    """
+    return _read_extended(path, ())
+
+
+def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Value]:
+    path = path.resolve()
+    if path in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise ConfigError(str(path), "extends itself", found=chain, remedy="break the circle")
+    try:
+        loaded = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}", remedy="check the path") from error
+    except YAMLError as error:
+        first = " ".join(str(error).split())
+        raise ConfigError(str(path), f"is not valid YAML: {first}") from error
+    if loaded is None:
+        loaded = {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(str(path), "must be a mapping of sections", found=type(loaded).__name__)
+    bases = loaded.pop("extends", [])
+    merged: dict[str, Value] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = merge(merged, _read_extended(path.parent / str(base), (*seen, path)))
+    return merge(merged, loaded)
+
+
+def merge(base: Mapping[str, Value], over: Mapping[str, Value]) -> dict[str, Value]:
+    """Mappings merge key by key, everything else is replaced. A changed `type:` replaces its whole section.
+
+    >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
+    {'a': {'x': 1, 'y': 3}}
+    >>> merge({"p": {"type": "megatron", "z": 1}}, {"p": {"type": "reference"}})
+    {'p': {'type': 'reference'}}
+    """
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            changed = "type" in value and value["type"] != old.get("type", value["type"])
+            merged[key] = dict(value) if changed else merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_override(text: str) -> tuple[list[str], Value]:
+    """Split one `dotted.key=value` of the command line.
+
+    The value stays text unless it is null, a list or a mapping: the typed field decides what text means, so
+    `2.10` for a text field stays "2.10" and for a number becomes 2.1.
+
+    >>> parse_override("policy.parallel.tensor=2")
+    (['policy', 'parallel', 'tensor'], '2')
+    >>> parse_override("a.b=null")
+    (['a', 'b'], None)
+    """
+    key, equals, raw = text.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError(
+            f"argument {text!r}", "is not an override", remedy="write dotted.key=value"
+        )
+    stripped = raw.strip()
+    if stripped.lower() in ("null", "none", "~"):
+        return path, None
+    if stripped[:1] in ("[", "{"):
+        try:
+            return path, YAML(typ="safe", pure=True).load(stripped)
+        except YAMLError as error:
+            raise ConfigError(key, "value is not valid YAML", found=raw) from error
+    return path, raw
+
+
+def apply_overrides(values: Mapping[str, Value], overrides: list[str]) -> dict[str, Value]:
+    """Return `values` with every `dotted.key=value` set, in order; later ones win."""
+    result = dict(values)
+    for text in overrides:
+        path, value = parse_override(text)
+        nested: dict[str, Value] = {path[-1]: value}
+        for key in reversed(path[:-1]):
+            nested = {key: nested}
+        result = merge(result, nested)
+    return result
+
+
+def validate(
+    cls: type[SectionT], values: Mapping[str, Value], source: str
+) -> SectionT:
+    """Build `cls`, turning every problem into one line with file, key, value and remedy."""
+    try:
+        return cls.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigErrors([_explain(cls, dict(item), source) for item in error.errors()]) from None
+
+
+def _explain(root: type[Section], item: Mapping[str, object], source: str) -> ConfigError:
+    location = [str(part) for part in typing.cast(tuple[object, ...], item["loc"])]
+    # A discriminated union puts the chosen tag into the location; it is no key of the file.
+    keys = [part for i, part in enumerate(location) if i == 0 or not _is_tag(root, location[:i], part)]
+    where = f"{source}: {'.'.join(keys)}" if keys else source
+    context = typing.cast(Mapping[str, object], item.get("ctx") or {})
+    inner = context.get("error")
+    if isinstance(inner, ConfigError):
+        prefix = f"{where}." if keys else f"{where}: "
+        return ConfigError(
+            f"{prefix}{inner.where}" if inner.where else where,
+            inner.problem,
+            found=inner.found,
+            remedy=inner.remedy,
+        )
+    if item["type"] == "extra_forbidden":
+        hint = suggest(root, keys)
+        remedy = f"did you mean {hint}?" if hint else "remove it, or see --help for the keys"
+        return ConfigError(where, "unknown key", remedy=remedy)
+    if item["type"] == "missing":
+        return ConfigError(where, "is required", remedy="add it to the config")
+    message = str(item["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    value = item.get("input")
+    found = value if isinstance(value, str | int | float | bool) else None
+    return ConfigError(where, message, found=found)
+
+
+def _is_tag(root: type[Section], path: list[str], part: str) -> bool:
+    return any(part == tag for tag, _ in _variants(root, path))
+
+
+def _variants(root: type[Section], path: list[str]) -> list[tuple[str, type[Section]]]:
+    """(type tag, class) of every section that `path` may lead to."""
+    current: list[type[Section]] = [root]
+    for key in path:
+        following = [m for c in current if key in c.model_fields for m in _sections_of(c, key)]
+        if following:
+            current = following
+    return [
+        (str(c.model_fields["type"].default), c) for c in current if "type" in c.model_fields
+    ]
+
+
+def _sections_of(cls: type[Section], key: str) -> list[type[Section]]:
+    return list(_sections_in(cls.model_fields[key].annotation))
+
+
+def _sections_in(annotation: object) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    elif typing.get_origin(annotation) in (Union, types.UnionType, list, tuple, Annotated):
+        for argument in typing.get_args(annotation):
+            yield from _sections_in(argument)
+
+
+def all_keys(root: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every dotted key a section accepts, over all variants of its unions."""
+    for name, info in root.model_fields.items():
+        yield f"{prefix}{name}"
+        for section in _sections_in(info.annotation):
+            yield from all_keys(section, f"{prefix}{name}.")
+
+
+def suggest(root: type[Section], path: list[str]) -> str:
+    """The accepted key closest to `path`: by spelling of its last part, or by initials (lr -> learning_rate).
+
+    Returns "" when nothing is close.
+    """
+    wrong = path[-1]
+    known = sorted(set(all_keys(root)), key=lambda key: (key.count("."), key))
+    here = ".".join(path[:-1])
+    known.sort(key=lambda key: key.rpartition(".")[0] != here)
+    for key in known:
+        last = key.rpartition(".")[2]
+        if last == wrong or "".join(word[0] for word in last.split("_")) == wrong:
+            return key
+    names = [key.rpartition(".")[2] for key in known]
+    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.7)
+    return known[names.index(close[0])] if close else ""

@@ -1,0 +1,47 @@
+"""What a weight push consists of, as data that travels between processes before any tensor does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_grpo.weights.rendezvous import Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor as it is sent: Hugging Face name, full shape, dtype after the cast to the engine's.
+
+    >>> TensorSpec("model.norm.weight", (64,), "bfloat16").num_bytes
+    128
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSpec:
+    """One sending rank: where its store listens, and what it sends, in order."""
+
+    rendezvous: Rendezvous
+    manifest: tuple[TensorSpec, ...]
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch.float32 for "float32", and so on; only the dtypes weights come in."""
+    return _DTYPES[name]

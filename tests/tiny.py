@@ -1,0 +1,67 @@
+"""Tiny random Hugging Face checkpoints that the tests share: `tiny` of the fault list.
+
+2 layers, hidden 64, 4 heads, 2 KV heads, vocabulary 130, fp32, non-trivial norms and biases.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Family = Literal["llama", "qwen2", "qwen3"]
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_model(family: Family = "qwen2", *, tied: bool = False, seed: int = 0, **changes):
+    """A random model in fp32 and eval mode; `changes` go into its config."""
+    config_class, model_class = CLASSES[family]
+    settings = dict(
+        vocab_size=130,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32 if family == "qwen3" else 16,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    settings.update(changes)
+    if family == "qwen2":
+        settings.pop("head_dim")
+    generator = torch.Generator().manual_seed(seed)
+    model = model_class(config_class(**settings)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.1 * noise)
+            else:
+                parameter.copy_((0.1 if name.endswith("bias") else 0.08) * noise)
+    model.tie_weights()
+    return model
+
+
+def save_tiny(folder: Path, family: Family = "qwen2", *, tied: bool = False, seed: int = 0, **changes) -> Path:
+    """Write `tiny_model` as a Hugging Face folder (no tokenizer) and return the folder."""
+    tiny_model(family, tied=tied, seed=seed, **changes).save_pretrained(folder)
+    return folder
