@@ -10,6 +10,7 @@ tokens, micro-batches and ranks, so it cannot depend on how they were cut.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -150,3 +151,38 @@ def masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """
     kept = torch.where(mask_T, values_T.detach().double(), 0.0)
     return torch.stack([kept.sum(), mask_T.sum().double()])
+
+
+def split_sequences(microbatch: MicroBatch, values_T: Tensor) -> list[tuple[int, Tensor]]:
+    """Per-token results of a micro-batch as (position in the batch, [L - 1]) per real sequence.
+
+    Entry j of a sequence speaks of its token j + 1. Padding and filler are left out.
+    """
+    starts = microbatch.cu_seqlens.tolist()
+    return [
+        (index, values_T[start : start + length - 1])
+        for index, start, length in zip(
+            microbatch.sequence_ids, starts, microbatch.sequence_tokens, strict=False
+        )
+        if index >= 0
+    ]
+
+
+def in_batch_order(parts: Iterable[tuple[int, Tensor]], num_sequences: int) -> list[Tensor]:
+    """Put results of `split_sequences`, of all micro-batches and replicas, back in the batch's order.
+
+    >>> in_batch_order([(1, torch.tensor(7)), (0, torch.tensor(5))], 2)
+    [tensor(5), tensor(7)]
+
+    Raises:
+        ConfigError: a sequence is missing or there twice.
+    """
+    ordered = sorted(parts, key=lambda part: part[0])
+    if [index for index, _ in ordered] != list(range(num_sequences)):
+        raise ConfigError(
+            "batch",
+            f"results do not cover each of {num_sequences} sequences once",
+            found=[index for index, _ in ordered],
+            remedy="gather from every replica, once",
+        )
+    return [values for _, values in ordered]
