@@ -35,6 +35,11 @@ class GrpoError(Exception):
             message += f"; {remedy}"
         super().__init__(message)
 
+    def seen_at(self, component: str) -> GrpoError:
+        """The same error with the process it came from in front."""
+        where = f"{component}, {self.where}" if self.where else component
+        return type(self)(where, self.problem, found=self.found, remedy=self.remedy)
+
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross Ray actors; the default reduction would lose the keyword arguments.
         return _rebuild, (type(self), self.where, self.problem, self.found, self.remedy)
@@ -61,6 +66,9 @@ class ConfigErrors(ConfigError):
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         self.errors = tuple(errors)
         Exception.__init__(self, "\n".join(str(error) for error in errors))
+
+    def seen_at(self, component: str) -> GrpoError:
+        return ConfigErrors([ConfigError(component, str(error)) for error in self.errors])
 
     def __reduce__(self) -> tuple[object, ...]:
         return ConfigErrors, (self.errors,)

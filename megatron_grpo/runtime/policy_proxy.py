@@ -1,0 +1,107 @@
+"""A policy on many ranks, seen as one: the PolicyBackend whose ranks are Ray actors.
+
+Every verb is called on all ranks at once (they meet inside in collectives). Micro-batches travel as one object-store
+reference per data-parallel replica, so a replica's ranks on one node share a single copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar, cast
+
+from megatron_grpo.batch import BatchShape, TrainBatch
+from megatron_grpo.config import ClusterConfig, WeightsConfig
+from megatron_grpo.errors import ClusterError
+from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
+from megatron_grpo.runtime.ray_cluster import Member, call_all, put
+from megatron_grpo.types import Float32
+from megatron_grpo.weights.rendezvous import Rendezvous
+from megatron_grpo.weights.specs import SenderSpec, TensorSpec
+
+T = TypeVar("T")
+
+
+class RayPolicy:
+    """See protocols.PolicyBackend. `members[r]` hosts rank r."""
+
+    def __init__(self, members: Sequence[Member], cluster: ClusterConfig) -> None:
+        """Bring the ranks up: rendezvous at rank 0, then build and load the model everywhere at once."""
+        self._members = list(members)
+        self._step_s = cluster.step_deadline_s
+        start_s = cluster.start_deadline_s
+        rendezvous = call_all(self._members[:1], "open_rendezvous", [()], start_s)[0]
+        self._all("start", rendezvous, deadline_s=start_s)
+        self._shape = cast(BatchShape, self._first("batch_shape"))
+        self._layout = cast(str, self._first("layout"))
+        self._replica = cast(list[int], self._all("data_parallel_rank"))
+
+    def _all(self, method: str, *arguments: object, deadline_s: float | None = None) -> list[object]:
+        deadline_s = self._step_s if deadline_s is None else deadline_s
+        return call_all(self._members, method, [arguments] * len(self._members), deadline_s)
+
+    def _first(self, method: str) -> object:
+        return call_all(self._members[:1], method, [()], self._step_s)[0]
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        return self._shape
+
+    @property
+    def layout(self) -> str:
+        return self._layout
+
+    def _per_replica(self, batch: TrainBatch) -> list[object]:
+        """One reference per rank, the same object for all ranks of a replica."""
+        if len(batch.replicas) != self._shape.data_parallel:
+            raise ClusterError(
+                "batch", f"cut for {len(batch.replicas)} replicas",
+                found=self._shape.data_parallel, remedy="make it with this policy's batch_shape",
+            )
+        references = [put(microbatches) for microbatches in batch.replicas]
+        return [references[replica] for replica in self._replica]
+
+    def forward_backward(self, batch: TrainBatch, loss: Loss) -> StepStats:
+        arguments = [(ref, batch.temperature, loss) for ref in self._per_replica(batch)]
+        results = call_all(self._members, "forward_backward", arguments, self._step_s)
+        return cast(StepStats, results[0])
+
+    def optimizer_step(self) -> UpdateStats:
+        return cast(UpdateStats, self._all("optimizer_step")[0])
+
+    def logprobs(self, batch: TrainBatch) -> list[Float32]:
+        arguments = [(ref, batch.temperature) for ref in self._per_replica(batch)]
+        results = call_all(self._members, "logprobs", arguments, self._step_s)
+        found = dict(pair for part in results for pair in cast(list[tuple[int, Float32]], part))
+        return [found[sequence] for sequence in range(batch.num_sequences)]
+
+    def open_channel(self, dtype: str) -> tuple[SenderSpec, ...]:
+        """What each sending rank will send, and where it listens."""
+        stores = cast(list[Rendezvous | None], self._all("open_channel"))
+        manifests = cast(list[tuple[TensorSpec, ...]], self._all("weight_manifest", dtype))
+        return tuple(SenderSpec(s, m) for s, m in zip(stores, manifests) if s is not None)
+
+    def connect_weights(self, num_receivers: int, dtype: str, weights: WeightsConfig) -> None:
+        """Join the channel; blocks until every receiver has joined too."""
+        self._all("connect_weights", num_receivers, dtype, weights)
+
+    def push_weights(self, version: int) -> PushReport:
+        reports = cast(list[PushReport], self._all("push_weights", version))
+        return PushReport(
+            version,
+            sum(report.num_tensors for report in reports),
+            sum(report.sent_bytes for report in reports),
+            max(report.push_s for report in reports),
+        )
+
+    def export(self, folder: Path) -> None:
+        self._all("export", folder.resolve())
+
+    def save(self, folder: Path) -> None:
+        self._all("save", folder.resolve())
+
+    def load(self, folder: Path) -> None:
+        self._all("load", folder.resolve())
+
+    def close(self) -> None:
+        self._all("close", deadline_s=30.0)

@@ -1,0 +1,99 @@
+"""The one training loop. Everything it calls is a verb of protocols.py; timing and logging sit behind `run.phases`.
+
+    groups -> batch -> gradients -> update -> weights to the generator -> records
+
+With `max_staleness: 0` the source waits for `published` before it generates on; with more, it runs ahead by so many
+versions. The loop is the same.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import wait as wait_for_any
+from dataclasses import dataclass
+
+from megatron_grpo.config import RunConfig
+from megatron_grpo.errors import WeightExchangeError
+from megatron_grpo.protocols import (
+    Algorithm,
+    Generator,
+    GroupSource,
+    PolicyBackend,
+    RolloutStore,
+)
+from megatron_grpo.train.evaluate import Evaluator
+from megatron_grpo.train.metrics import MetricsLog, Phases
+from megatron_grpo.train.records import StepRecord, step_record
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of one run, assembled (train.assemble) or faked (tests)."""
+
+    config: RunConfig
+    source: GroupSource
+    algorithm: Algorithm
+    policy: PolicyBackend
+    generator: Generator
+    evaluator: Evaluator
+    store: RolloutStore
+    metrics: MetricsLog
+    phases: Phases
+
+
+def train(run: Run) -> list[StepRecord]:
+    """Run every step of the config and return what happened at each.
+
+    Raises:
+        GrpoError: the first failure of any part, named after it; records up to there are on disk.
+    """
+    records: list[StepRecord] = []
+    publish(run, version=0)
+    for step in range(1, run.config.steps + 1):
+        with run.phases("generate"):
+            groups = run.source.next_groups()
+        with run.phases("make_batch"):
+            batch = run.algorithm.make_batch(groups, run.policy.batch_shape)
+        with run.phases("forward_backward"):
+            stats = run.policy.forward_backward(batch, run.algorithm.loss)
+        with run.phases("optimizer"):
+            update = run.policy.optimizer_step()
+        publish(run, version=step)
+        with run.phases("store"):
+            run.store.append(step, groups)
+        records.append(step_record(step, groups, batch, stats, update, run.phases.take()))
+        run.metrics.log(step, records[-1].values())
+    return records
+
+
+def publish(run: Run, version: int) -> None:
+    """Bring the policy's weights into the generator, evaluate if it is time, then let the source go on."""
+    with run.phases("push_weights"):
+        push_weights(run.policy, run.generator, version, run.config.weights.deadline_s)
+    with run.phases("evaluate"):
+        run.evaluator.evaluate_if_due(version)
+    run.source.published(version)
+
+
+def push_weights(
+    policy: PolicyBackend, generator: Generator, version: int, deadline_s: float
+) -> None:
+    """Push on one side, pull on the other, and let neither wait for a side that has failed.
+
+    Raises:
+        WeightExchangeError: the engines did not confirm `version` within the deadline.
+    """
+    pull = generator.pull_weights(version)
+    push = policy.push_weights(version)
+    wait_for_any([pull], timeout=deadline_s)
+    if not pull.done():
+        raise WeightExchangeError(
+            "engines", f"did not confirm version {version} within {deadline_s:g} s",
+            remedy="see the engines' logs; raise weights.deadline_s for a slow network",
+        )
+    taken = pull.result()
+    if (taken.version, taken.num_tensors) != (version, push.num_tensors):
+        raise WeightExchangeError(
+            "engines", f"confirmed version {taken.version} with {taken.num_tensors} tensors, but version "
+            f"{version} with {push.num_tensors} was sent",
+            remedy="this is a fault of the weight channel; report it",
+        )

@@ -1,0 +1,79 @@
+"""What one step did, as one flat record: computed from what the loop already holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.batch import TrainBatch
+from megatron_grpo.protocols import StepStats, UpdateStats
+from megatron_grpo.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Numbers of one optimizer step.
+
+    Attributes:
+        step: 1 for the first.
+        metrics: what the algorithm and the policy report.
+        seconds: per phase.
+        generated_tokens: sampled by the generator.
+        trained_tokens: prompt and completion tokens that went through the policy, padding not counted.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+    generated_tokens: int
+    trained_tokens: int
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def values(self) -> dict[str, float]:
+        """Flat name -> number, as logged."""
+        spent = {f"seconds/{phase}": value for phase, value in self.seconds.items()}
+        return {
+            **self.metrics,
+            **spent,
+            "step_s": self.step_s,
+            "generated_tokens": self.generated_tokens,
+            "generated_tokens_per_s": rate(self.generated_tokens, self.seconds, ("generate",)),
+            "trained_tokens": self.trained_tokens,
+            "trained_tokens_per_s": rate(self.trained_tokens, self.seconds, TRAINING_PHASES),
+        }
+
+
+TRAINING_PHASES = ("make_batch", "forward_backward", "optimizer")
+
+
+def rate(count: float, seconds: Mapping[str, float], phases: Sequence[str]) -> float:
+    """Count per second spent in the phases; 0 when they took no time."""
+    spent = sum(seconds.get(phase, 0.0) for phase in phases)
+    return count / spent if spent > 0 else 0.0
+
+
+def step_record(
+    step: int,
+    groups: Sequence[RolloutGroup],
+    batch: TrainBatch,
+    stats: StepStats,
+    update: UpdateStats,
+    seconds: Mapping[str, float],
+) -> StepRecord:
+    generated = sum(r.num_trained_tokens for group in groups for r in group.rollouts)
+    oldest = min(r.oldest_version for group in groups for r in group.rollouts)
+    metrics = {
+        "loss": stats.loss,
+        **batch.metrics,
+        **stats.means,
+        **stats.maxima,
+        "grad_norm": update.grad_norm,
+        "learning_rate": update.learning_rate,
+        # The policy made `step - 1` updates before this step; 0 is on-policy.
+        "staleness_max": float(step - 1 - oldest),
+        "padding_fraction": 1.0 - batch.num_tokens / batch.padded_tokens,
+    }
+    return StepRecord(step, metrics, dict(seconds), generated, batch.num_tokens)
