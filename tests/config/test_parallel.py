@@ -1,0 +1,60 @@
+"""Every divisibility rule of a layout, and what its refusal says."""
+
+import pytest
+
+from megatron_grpo.config import ModelShape, ParallelConfig
+from megatron_grpo.config.base import validate
+from megatron_grpo.errors import ConfigError
+
+SMOLLM2_135M = ModelShape(
+    num_layers=30, num_heads=9, num_kv_heads=3, hidden=576, ffn_hidden=1536, vocab=49152
+)
+
+
+def refused(**axes: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(ParallelConfig, axes, "parallel")
+    return str(caught.value)
+
+
+def test_the_world_is_the_product_of_the_dense_axes():
+    assert ParallelConfig(tensor=2, pipeline=3, context=4, data=5).world_size == 120
+
+
+def test_sequences_are_padded_for_the_zigzag_of_context_and_the_split_of_sequence_parallel():
+    assert ParallelConfig().sequence_multiple == 1
+    assert ParallelConfig(context=2).sequence_multiple == 4
+    assert ParallelConfig(context=2, tensor=2, sequence=True).sequence_multiple == 8
+
+
+def test_sequence_parallel_without_a_tensor_group_is_refused():
+    assert "sequence parallel needs a tensor group" in refused(sequence=True)
+
+
+def test_virtual_pipeline_without_a_pipeline_is_refused():
+    assert "needs pipeline of 2 or more" in refused(virtual_pipeline=2)
+
+
+def test_experts_must_divide_the_ranks_of_a_stage():
+    assert "does not divide the 2 ranks of a pipeline stage" in refused(data=2, expert=4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"tensor": 2}, "does not divide the model's 9 attention heads (found 2); use a divisor: 1, 3, 9"),
+        ({"tensor": 9}, "does not divide the model's 3 key-value heads"),
+        ({"pipeline": 4}, "does not divide the model's 30 layers"),
+        ({"pipeline": 2, "virtual_pipeline": 4}, "does not divide the model's 30 layers (found 8)"),
+        ({"data": 2, "expert": 2}, "the model has no experts"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_says_what_would(axes, message):
+    with pytest.raises(ConfigError) as caught:
+        ParallelConfig(**axes).check_model(SMOLLM2_135M)
+    assert message in str(caught.value)
+
+
+def test_layouts_that_fit_smollm2_pass():
+    for axes in ({"tensor": 3}, {"pipeline": 2}, {"pipeline": 3, "virtual_pipeline": 5}, {"data": 7}):
+        ParallelConfig(**axes).check_model(SMOLLM2_135M)
