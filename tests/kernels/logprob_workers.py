@@ -1,0 +1,174 @@
+"""A few gloo processes that stay up for a whole test module, and what they can be asked to run.
+
+Starting a process costs seconds (torch's import), a case costs milliseconds: so the processes are
+started once, and each request is a function of this module with a list of cases.
+"""
+
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from grpo_kernels import linear_logprob
+from logprob_oracle import VOCAB, Case, Problem, disagreements, make_problem
+from torch import Tensor
+
+DEADLINE_S = 60.0
+WORLD_SIZE = 4
+
+
+class GlooWorld:
+    """Four worker processes; `run` hands one request to all and returns rank -> answer."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self._answers = context.Queue()
+        self._requests = [context.Queue() for _ in range(WORLD_SIZE)]
+        self._processes = [
+            context.Process(target=_serve, args=(r, port, self._requests[r], self._answers))
+            for r in range(WORLD_SIZE)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+        for requests in self._requests:
+            requests.put((function, args))
+        answers: dict[int, Any] = {}
+        for _ in range(WORLD_SIZE):
+            try:
+                rank, answer, failure = self._answers.get(timeout=DEADLINE_S)
+            except queue.Empty:
+                missing = sorted(set(range(WORLD_SIZE)) - set(answers))
+                raise TimeoutError(f"no answer from ranks {missing} in {DEADLINE_S} s") from None
+            if failure:
+                raise AssertionError(f"rank {rank} failed:\n{failure}")
+            answers[rank] = answer
+        return answers
+
+    def close(self) -> None:
+        for requests in self._requests:
+            requests.put(None)
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank: int, port: int, requests: Any, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
+    )
+    # Every process must take part in the making of every group. At size 2 both pairs work.
+    groups = {4: dist.new_group([0, 1, 2, 3])}
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups[2] = pairs[rank // 2]
+    while (request := requests.get()) is not None:
+        function, args = request
+        try:
+            answers.put((rank, function(groups, *args), None))
+        except Exception:  # handed to the parent, which fails the test with it  # noqa: BLE001
+            answers.put((rank, None, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over the group forward; the gradient is whole on every rank already."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SliceOfTokens(torch.autograd.Function):
+    """This rank's slice of the tokens forward; all slices' gradients gathered backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.chunk(group.size())[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole = grad.new_empty(grad.shape[0] * ctx.group.size(), *grad.shape[1:])
+        dist.all_gather_single(whole, grad.contiguous(), group=ctx.group)
+        return whole, None
+
+
+def sharded(values_V: Tensor, group: dist.ProcessGroup, fill: float = 10.0) -> Tensor:
+    """This rank's rows, after padding to a multiple of the group; padding must not matter."""
+    rows = -(-values_V.shape[0] // group.size())
+    padded = values_V.new_full((rows * group.size(), *values_V.shape[1:]), fill)
+    padded[: values_V.shape[0]] = values_V
+    return padded.chunk(group.size())[group.rank()].contiguous()
+
+
+def run_case(case: Case, problem: Problem, group: dist.ProcessGroup) -> list[str]:
+    """Disagreements of one rank with the oracle, on this rank's shard of every gradient."""
+    shard_VD = sharded(problem.weight_VD, group).requires_grad_()
+    bias_V = None if problem.bias_V is None else sharded(problem.bias_V, group).requires_grad_()
+    base_TD = problem.base_TD.clone().requires_grad_()
+    hidden_TD = base_TD
+    if case.tied:
+        local_T = problem.token_ids_T - group.rank() * shard_VD.shape[0]
+        inside_T = (local_T >= 0) & (local_T < shard_VD.shape[0])
+        embedded_TD = shard_VD[local_T.masked_fill(~inside_T, 0)] * inside_T[:, None]
+        hidden_TD = base_TD + _SumOverGroup.apply(embedded_TD, group)
+    if case.sequence_parallel:
+        hidden_TD = _SliceOfTokens.apply(hidden_TD, group)
+    logprob_T, entropy_T = linear_logprob(
+        hidden_TD,
+        shard_VD,
+        problem.targets_T,
+        temperature=problem.temperature,
+        vocab_group=group,
+        vocab_size=VOCAB,
+        bias=bias_V,
+        sequence_parallel=case.sequence_parallel,
+        chunk_tokens=case.chunk,
+        chunk_vocab=case.chunk,
+    )
+    problem.loss(case, logprob_T, entropy_T).backward()
+    assert base_TD.grad is not None and shard_VD.grad is not None
+    found = {
+        "logprob": logprob_T.detach(),
+        "entropy": entropy_T.detach(),
+        "hidden gradient": base_TD.grad,
+        "weight gradient": shard_VD.grad,
+    }
+    expected = dict(problem.answers)
+    # Padding rows of the expected gradient are zero, and must be zero exactly.
+    expected["weight gradient"] = sharded(expected["weight gradient"], group, fill=0.0)
+    if bias_V is not None:
+        assert bias_V.grad is not None
+        found["bias gradient"] = bias_V.grad
+        expected["bias gradient"] = sharded(expected["bias gradient"], group, fill=0.0)
+    real = min(max(VOCAB - group.rank() * shard_VD.shape[0], 0), shard_VD.shape[0])
+    wrong = disagreements(case, found, expected)
+    if shard_VD.grad[real:].any():
+        wrong.append(f"{case}: padding rows have a gradient")
+    return wrong
+
+
+def run_cases(
+    groups: dict[int, dist.ProcessGroup], group_size: int, cases: list[Case]
+) -> list[str]:
+    """Disagreements over many cases. At group size 2 the two pairs share the cases."""
+    group = groups[group_size]
+    num_groups = WORLD_SIZE // group_size
+    mine = cases[dist.get_rank() // group_size :: num_groups]
+    return [word for case in mine for word in run_case(case, make_problem(case), group)]
