@@ -169,7 +169,7 @@ def split_sequences(microbatch: MicroBatch, values_T: Tensor) -> list[tuple[int,
 
 
 def in_batch_order(parts: Iterable[tuple[int, Tensor]], num_sequences: int) -> list[Tensor]:
-    """Put results of `split_sequences`, of all micro-batches and replicas, back in the batch's order.
+    """Results of `split_sequences`, of all micro-batches and replicas, in the batch's order.
 
     >>> in_batch_order([(1, torch.tensor(7)), (0, torch.tensor(5))], 2)
     [tensor(5), tensor(7)]

@@ -1,7 +1,8 @@
-"""From sequences with per-token fields to packed micro-batches, and the one next-token shift there is.
+"""From sequences with per-token fields to packed micro-batches, with the one next-token shift.
 
 Everything here is a pure, deterministic function. The inverse (per-sequence results out of packed
-tensors, back in order) is `batch.split_sequences` and `batch.in_batch_order`, where policies reach it.
+tensors, back in order) is `batch.split_sequences` and `batch.in_batch_order`, within reach of
+policies.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def token_weights(
 ) -> NDArray[np.float64]:
     """Weight of each trained token of each sequence, [S], counted over the global batch.
 
-    token_mean: 1 / tokens trained in the batch. sequence_mean: 1 / (tokens trained in this sequence *
-    sequences that train any). A sequence (or a batch) that trains nothing gets 0, never NaN.
+    token_mean: 1 / tokens trained in the batch. sequence_mean: 1 / (tokens trained in this
+    sequence * sequences that train any). Whatever trains nothing gets 0, never NaN.
 
     >>> token_weights(np.array([2, 6, 0]), "token_mean").tolist()
     [0.125, 0.125, 0.0]
@@ -94,7 +95,7 @@ def make_train_batch(
     temperature: float,
     metrics: Mapping[str, float],
 ) -> TrainBatch:
-    """Pack the sequences of one step; entry i of `token_weight_S` weighs each trained token of sequence i.
+    """Pack the sequences of one step; `token_weight_S[i]` weighs each trained token of sequence i.
 
     Raises:
         ConfigError: a sequence alone is longer than a micro-batch may be.
@@ -125,9 +126,9 @@ def make_train_batch(
 def plan_microbatches(num_tokens_S: Sequence[int], shape: BatchShape) -> Plan:
     """Which sequences go together: plan[replica][micro-batch] lists positions in `num_tokens_S`.
 
-    Every replica gets the same number of micro-batches, a multiple of `shape.microbatch_multiple`, as few
-    as a best-fit packing needs; tokens are balanced over them and over the replicas. An empty list is a
-    micro-batch of filler.
+    Every replica gets the same number of micro-batches, a multiple of `shape.microbatch_multiple`,
+    as few as a best-fit packing needs; tokens are balanced over them and over the replicas. An
+    empty list is a micro-batch of filler.
 
     >>> plan_microbatches([5, 3, 4], BatchShape(data_parallel=2, microbatch_tokens=8))
     [[[1, 2]], [[0]]]

@@ -10,12 +10,12 @@ from megatron_grpo.config import OptimizerConfig
 def learning_rate_at(step: int, config: OptimizerConfig) -> float:
     """Rate of the optimizer step that follows `step` finished ones (0 for the first).
 
-    Warm-up is linear and its first step already moves: step s of w uses (s + 1) / w of the peak. A
-    decaying schedule then falls from the peak at s = w to min_learning_rate at s = decay_steps, so that a
-    run of decay_steps steps has no step at the minimum.
+    Warm-up is linear and its first step already moves: step s of w uses (s + 1) / w of the peak.
+    A decaying schedule then falls from the peak at s = w to min_learning_rate at s = decay_steps,
+    so that a run of decay_steps steps spends none at the minimum.
 
-    >>> config = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_steps=2, decay_steps=6)
-    >>> [learning_rate_at(step, config) for step in range(8)]
+    >>> c = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_steps=2, decay_steps=6)
+    >>> [learning_rate_at(step, c) for step in range(8)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
     peak, low = config.learning_rate, config.min_learning_rate
