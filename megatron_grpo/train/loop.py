@@ -21,7 +21,7 @@ from megatron_grpo.protocols import (
     RolloutStore,
 )
 from megatron_grpo.train.evaluate import Evaluator
-from megatron_grpo.train.metrics import MetricsLog, Phases
+from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
 from megatron_grpo.train.records import StepRecord, step_record
 
 
@@ -38,6 +38,7 @@ class Run:
     store: RolloutStore
     metrics: MetricsLog
     phases: Phases
+    progress: TrainProgress
 
 
 def train(run: Run) -> list[StepRecord]:
@@ -62,6 +63,7 @@ def train(run: Run) -> list[StepRecord]:
             run.store.append(step, groups)
         records.append(step_record(step, groups, batch, stats, update, run.phases.take()))
         run.metrics.log(step, records[-1].values())
+        run.progress.advance(records[-1].values())
     return records
 
 

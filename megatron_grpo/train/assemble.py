@@ -1,0 +1,198 @@
+"""From a config to a running whole: the only place that turns `type:` strings into classes.
+
+Order matters: everything that can be wrong without a model (data, folders, tokenizer) is looked at first; then ranks and
+engines start side by side; then the weight channel joins them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_grpo.config import RunConfig, dump_config
+from megatron_grpo.devices import resolve_dtype
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.protocols import Environment, Generator, PolicyBackend
+from megatron_grpo.train.evaluate import Evaluation, Evaluator
+from megatron_grpo.train.loop import Run, train
+from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
+
+
+def run_training(config: RunConfig, console: Console | None = None) -> Summary:
+    """Train as configured; leave config.yaml, metrics, rollouts, the trained model and summary.json in the run folder.
+
+    Raises:
+        GrpoError: one line saying what failed, where, and what to do.
+    """
+    console = console or Console()
+    started = time.perf_counter()
+    check_model_folder(config.model.folder)
+    with ExitStack() as stack:
+        from megatron_grpo.environments.chat import ChatTokenizer
+
+        tokenizer = ChatTokenizer(config.model.folder)
+        environment = build_environment(config, tokenizer)
+        stack.callback(environment.close)
+        folder = prepare_folder(config, console)
+        console.print(f"[bold]{config.name}[/bold]: starting {config.policy.type} and {config.generator.type}")
+        backends = reference_backends if config.policy.type == "reference" else cluster_backends
+        policy, generator = stack.enter_context(backends(config))
+        run = build_run(config, folder, tokenizer, environment, policy, generator, console, stack)
+        setup_s = time.perf_counter() - started
+        records = train(run)
+        with run.phases("export"):
+            policy.export(folder / "model")
+        gpu = config.cluster.gpus_per_rank > 0
+        dtypes = tuple(resolve_dtype(b.dtype, gpu=gpu) for b in (config.policy, config.generator))
+        summary = summarize(
+            config, policy.layout, (dtypes[0], dtypes[1]), records, run.evaluator.results, setup_s,
+            time.perf_counter() - started, run.phases.take(),
+        )
+    write_summary(summary, folder / "summary.json")
+    print_summary(summary, console, folder)
+    return summary
+
+
+def build_run(
+    config: RunConfig, folder: Path, tokenizer, environment: Environment, policy: PolicyBackend,
+    generator: Generator, console: Console, stack: ExitStack,
+) -> Run:
+    from megatron_grpo.algorithms.grpo import Grpo
+    from megatron_grpo.generation.shared import SharedGenerator
+    from megatron_grpo.rollouts.sources import LiveSource
+    from megatron_grpo.rollouts.zarr_store import ZarrStore
+
+    shared = SharedGenerator(generator)
+    metrics = stack.enter_context(MetricsLog(folder))
+    progress = stack.enter_context(TrainProgress(config.steps, console))
+    evaluator = Evaluator(
+        config.evaluation, environment, shared.view("evaluation"), tokenizer.decode,
+        config.sampling.max_new_tokens, config.steps, config.cluster.step_deadline_s, config.seed,
+        report=lambda result: report_evaluation(result, metrics, console),
+    )
+    source = LiveSource(
+        environment, shared.view("training"), tokenizer.decode, config.rollouts,
+        max_new_tokens=config.sampling.max_new_tokens, seed=config.seed,
+        deadline_s=config.cluster.step_deadline_s,
+    )
+    stack.callback(source.close)
+    return Run(
+        config, source, Grpo(config.algorithm, config.sampling.temperature), policy, generator, evaluator,
+        ZarrStore(folder / "rollouts"), metrics, Phases(), progress,
+    )
+
+
+def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console) -> None:
+    metrics.log(result.version, {"heldout_accuracy": result.accuracy, "heldout_tokens_mean": result.mean_tokens})
+    console.print(
+        f"held-out accuracy after {result.version} steps: [bold]{result.accuracy:.3f}[/bold] "
+        f"± {result.standard_error:.3f} ({result.problems} problems x {result.samples} samples)"
+    )
+
+
+def build_environment(config: RunConfig, tokenizer) -> Environment:
+    from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
+
+    return ReasoningGymEnvironment(
+        config.task, tokenizer, config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step
+    )
+
+
+def check_model_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            "model.path", "holds no config.json", found=str(folder),
+            remedy="give a Hugging Face folder, or write one with: python -m megatron_grpo.conversion.smollm2",
+        )
+
+
+def prepare_folder(config: RunConfig, console: Console) -> Path:
+    """An empty run folder with the resolved config. An earlier run of the same name is moved aside, never overwritten."""
+    folder = config.folder
+    if folder.exists():
+        number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+        aside = folder.with_name(f"{folder.name}.{number}")
+        folder.rename(aside)
+        console.print(f"an earlier run was moved to {aside}")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    return folder
+
+
+@contextmanager
+def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generator]]:
+    """Plain Hugging Face on both sides, in this process."""
+    from megatron_grpo.generation.reference import ReferenceGenerator
+    from megatron_grpo.generation.stopping import stop_token_ids
+    from megatron_grpo.policy.reference import ReferencePolicy
+    from megatron_grpo.weights.in_process import in_process_channel
+
+    sender, receiver = in_process_channel(config.weights.deadline_s)
+    policy = ReferencePolicy(config.policy, config.model, sender, config.seed)
+    generator = ReferenceGenerator(
+        config.generator, config.model, config.sampling, stop_token_ids(config.model.folder), receiver
+    )
+    try:
+        yield policy, generator
+    finally:
+        generator.close()
+        policy.close()
+
+
+@contextmanager
+def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generator]]:
+    """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from megatron_grpo.generation.engine_env import engine_env
+    from megatron_grpo.runtime.generator_proxy import RayGenerator
+    from megatron_grpo.runtime.placement import plan_placement
+    from megatron_grpo.runtime.policy_proxy import RayPolicy
+    from megatron_grpo.runtime.ray_cluster import RayCluster
+
+    if config.policy.type != "megatron" or config.generator.type != "vllm":
+        raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
+    parallel, engines = config.policy.parallel, config.generator
+    world = parallel.world_size
+    gpu = config.cluster.gpus_per_rank > 0
+    placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
+    threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
+    rank_env = {
+        "OMP_NUM_THREADS": str(config.policy.threads_per_rank),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    start_s = config.cluster.start_deadline_s
+    with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
+        engine_members = [
+            cluster.start(
+                f"engine {e}", placement.engine_bundle(e), "megatron_grpo.generation.vllm_engine:VllmEngine",
+                (engines, config.model, config.sampling), engine_env(engines, threads),
+            )
+            for e in range(engines.engines)
+        ]
+        rank_members = [
+            cluster.start(
+                f"policy rank {r}", r, "megatron_grpo.policy.megatron.backend:MegatronRank",
+                (config.policy, config.model, config.seed, r, world, start_s), rank_env,
+            )
+            for r in range(world)
+        ]
+        policy = RayPolicy(rank_members, config.cluster)
+        generator = RayGenerator(engine_members, engines.tensor, config.cluster)
+        dtype = resolve_dtype(engines.dtype, gpu=gpu)
+        backend = config.weights.backend
+        backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
+        senders = policy.open_channel(dtype)
+        joined = background.submit(generator.connect_weights, senders, config.weights, backend)
+        policy.connect_weights(generator.num_receivers, dtype, config.weights)
+        joined.result()
+        yield policy, generator
+        generator.close()
+        policy.close()
