@@ -50,6 +50,10 @@ class Environment(Protocol):
         """
         ...
 
+    def fingerprint(self) -> str:
+        """Of all rows of all splits, so that a saved position is not applied to other data."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -74,7 +78,10 @@ class Generator(Protocol):
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop requests; what they have so far comes out of `collect` with finish_reason "abort"."""
+        """Stop requests; what they have so far comes out of `collect` with finish_reason "abort".
+
+        Ids that are no longer in flight are ignored: they may have finished a moment ago.
+        """
         ...
 
     def pull_weights(self, version: int) -> Future[PullReport]:
@@ -243,8 +250,10 @@ class SourceState:
         next_prompt: how many prompts have been handed out since the start of the run.
         version: last published weight version.
         fingerprint: of the data the position belongs to.
+        pending: positions below next_prompt whose groups no step has taken yet; always empty when synchronous.
     """
 
     next_prompt: int
     version: int
     fingerprint: str
+    pending: tuple[int, ...] = ()
