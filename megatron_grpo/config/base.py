@@ -119,6 +119,15 @@ def parse_override(text: str) -> tuple[list[str], Value]:
     return path, raw
 
 
+def parse_scalar(value: Value) -> Value:
+    """Text as YAML reads it, for fields that take any kind of value; everything else as it is.
+
+    >>> parse_scalar("3"), parse_scalar("true"), parse_scalar("plus"), parse_scalar(2)
+    (3, True, 'plus', 2)
+    """
+    return YAML(typ="safe", pure=True).load(value) if isinstance(value, str) and value else value
+
+
 def apply_overrides(values: Mapping[str, Value], overrides: list[str]) -> dict[str, Value]:
     """Return `values` with every `dotted.key=value` set, in order; later ones win."""
     result = dict(values)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from ruamel.yaml import YAML
 
 from megatron_grpo.config.algorithm import AlgorithmConfig
@@ -24,6 +24,7 @@ from megatron_grpo.config.base import (
     PositiveInt,
     Section,
     apply_overrides,
+    parse_scalar,
     read_yaml,
     validate,
 )
@@ -72,6 +73,14 @@ class ReasoningGymTask(Section):
     """Appended to every question, e.g. an instruction how to answer."""
     reward: str = "megatron_grpo.environments.rewards:last_number"
     """Import path `module:function` of (response: str, answer: str, metadata: str) -> float."""
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _read_text(cls, parameters: object) -> object:
+        """Values from the command line are text; what they mean is the task's business, so YAML decides."""
+        if not isinstance(parameters, dict):
+            return parameters
+        return {key: parse_scalar(value) for key, value in parameters.items()}
 
 
 class RolloutsConfig(Section):

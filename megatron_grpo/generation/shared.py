@@ -37,6 +37,14 @@ class SharedGenerator:
 
     def submit(self, name: str, requests: Sequence[GenerationRequest]) -> None:
         with self._lock:
+            taken = set().union(*self._in_flight.values())
+            for request in requests:
+                if request.request_id in taken:
+                    raise RolloutError(
+                        f"request {request.request_id}",
+                        "is already in flight",
+                        remedy="give every request its own id",
+                    )
             self._in_flight[name].update(request.request_id for request in requests)
         self._generator.submit(requests)
 
