@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and its close relatives."""
+"""Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and close relatives."""
 
 from __future__ import annotations
 

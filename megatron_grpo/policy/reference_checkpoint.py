@@ -1,0 +1,121 @@
+"""Files of the reference policy: its own checkpoints, and Hugging Face folders for others.
+
+weights.safetensors     parameters, fp32, Hugging Face names, tied ones once
+optimizer.safetensors   <name>/exp_avg and <name>/exp_avg_sq
+state.json              format, finished optimizer steps; written last, so its presence means whole
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_grpo.errors import CheckpointError
+
+_FORMAT = 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+
+
+def save_state(
+    folder: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, steps: int
+) -> None:
+    """Write everything that `load_state` needs to go on exactly.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    parameters = dict(model.named_parameters())
+    moments: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state.get(parameter)  # absent before the first step, when moments are 0
+        for moment in _MOMENTS:
+            value = torch.zeros_like(parameter) if state is None else state[moment]
+            moments[f"{name}/{moment}"] = value.detach().contiguous()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "state.json").unlink(missing_ok=True)
+        weights = {name: p.detach().contiguous() for name, p in parameters.items()}
+        save_file(weights, folder / "weights.safetensors")
+        save_file(moments, folder / "optimizer.safetensors")
+        state_text = json.dumps({"format": _FORMAT, "optimizer_steps": steps})
+        (folder / "state.json").write_text(state_text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(folder), f"cannot be written: {error}") from error
+
+
+def load_state(folder: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW) -> int:
+    """Fill model and optimizer from `save_state`'s files; returns the finished optimizer steps.
+
+    Nothing is changed unless everything fits.
+
+    Raises:
+        CheckpointError: files are missing, unreadable or of another model.
+    """
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "weights.safetensors")
+        moments = load_file(folder / "optimizer.safetensors")
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            str(folder), f"is not a whole checkpoint: {error}", remedy="load an earlier one"
+        ) from error
+    if state.get("format") != _FORMAT or not isinstance(state.get("optimizer_steps"), int):
+        raise CheckpointError(
+            str(folder / "state.json"),
+            f"is not of format {_FORMAT}",
+            found=state,
+            remedy="load it with the release that wrote it",
+        )
+    parameters = dict(model.named_parameters())
+    expected = {name: p.shape for name, p in parameters.items()}
+    expected_moments = {f"{n}/{m}": p.shape for n, p in parameters.items() for m in _MOMENTS}
+    _check_shapes(folder / "weights.safetensors", expected, weights)
+    _check_shapes(folder / "optimizer.safetensors", expected_moments, moments)
+    steps = state["optimizer_steps"]
+    for name, parameter in parameters.items():
+        parameter.data.copy_(weights[name])
+        entry: dict[str, Tensor] = {m: moments[f"{name}/{m}"] for m in _MOMENTS}
+        optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **entry}
+    return steps
+
+
+def _check_shapes(path: Path, expected: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
+    wrong = sorted(set(expected) ^ set(found))
+    wrong += sorted(n for n in set(expected) & set(found) if expected[n] != found[n].shape)
+    if wrong:
+        raise CheckpointError(
+            str(path),
+            "does not fit the model in names or shapes",
+            found=", ".join(wrong[:5]),
+            remedy="resume with the model the checkpoint was made from",
+        )
+
+
+def export_hugging_face(model: PreTrainedModel, source: Path, folder: Path) -> None:
+    """Write the model for others, with the tokenizer, template and stop tokens of `source`.
+
+    Raises:
+        CheckpointError: the folder is the source itself, or cannot be written.
+    """
+    if folder.resolve() == source.resolve():
+        raise CheckpointError(
+            str(folder), "is the folder the model was read from", remedy="export elsewhere"
+        )
+    try:
+        model.save_pretrained(folder)
+        # transformers makes one up from the model; only the source's own may say how to stop.
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        for file in sorted(source.iterdir()):
+            weights = file.name.endswith(_WEIGHT_SUFFIXES)
+            if file.is_file() and not weights and file.name != "config.json":
+                shutil.copyfile(file, folder / file.name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(folder), f"cannot be written: {error}") from error
