@@ -86,6 +86,10 @@ class RolloutError(GrpoError):
     """A generator or a collector that broke its contract, or ran past its deadline."""
 
 
+class PolicyError(GrpoError):
+    """A training step whose numbers cannot be used; no weight was changed by it."""
+
+
 class RewardError(GrpoError):
     """A reward function that cannot be loaded or returned something that is not a finite number."""
 
