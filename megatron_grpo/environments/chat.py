@@ -1,7 +1,7 @@
 """The one place where text becomes prompt ids and completions become text.
 
-Prompts are encoded once, through the model's chat template; engines and trainer get the same ids, never text.
-Completions are decoded for graders and people, and never encoded again.
+Prompts are encoded once, through the model's chat template; engines and trainer get the same ids,
+never text. Completions are decoded for graders and people, and never encoded again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Message:
 class ChatTokenizer:
     """A model folder's tokenizer with its chat template.
 
-    Who writes the beginning-of-sequence token is decided here and nowhere else: a template may write it, a
-    tokenizer may add it to raw text, and some do both. A prompt gets exactly one when either would, at its
-    start, and none when neither would.
+    Who writes the beginning-of-sequence token is decided here and nowhere else: a template may
+    write it, a tokenizer may add it to raw text, and some do both. A prompt gets exactly one when
+    either would, at its start, and none when neither would.
 
     Args:
         folder: a local Hugging Face model folder; nothing is fetched.
@@ -74,7 +74,9 @@ class ChatTokenizer:
         )
 
     def encode_prompt(self, messages: Sequence[Message]) -> Int32:
-        """Token ids [P] of `render(messages)`, with one beginning-of-sequence token if the model has one."""
+        """Token ids [P] of `render(messages)`, with one beginning-of-sequence token if the model
+        has one.
+        """
         encoded = self._tokenizer(self.render(messages), add_special_tokens=False)
         ids = [int(token) for token in encoded["input_ids"]]
         if self._bos_id is not None:

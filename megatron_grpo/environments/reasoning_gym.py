@@ -1,4 +1,6 @@
-"""Single-turn problems of the reasoning-gym package, generated on the fly and graded by a reward function."""
+"""Single-turn problems of the reasoning-gym package, generated on the fly and graded by a reward
+function.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from megatron_grpo.types import Observation, Prompt, Reward, Transcript
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataSummary:
-    """What became of the rows that were generated: rows = duplicates + too_long + train + heldout."""
+    """What became of the rows that were generated: rows = duplicates + too_long + train +
+    heldout.
+    """
 
     rows: int
     duplicates: int
@@ -33,9 +37,10 @@ class DataSummary:
 class ReasoningGymEnvironment:
     """Implements protocols.Environment for one reasoning-gym task.
 
-    Rows with a question seen before are dropped, prompts of more than `max_prompt_tokens` tokens are left out,
-    and `heldout_rows` of what remains, chosen by the task's seed, are kept from training. Every row is graded
-    once with an empty response, so that an unusable gold answer is found before a model is loaded.
+    Rows with a question seen before are dropped, prompts of more than `max_prompt_tokens` tokens
+    are left out, and `heldout_rows` of what remains, chosen by the task's seed, are kept from
+    training. Every row is graded once with an empty response, so that an unusable gold answer is
+    found before a model is loaded.
 
     Args:
         task: what to generate and how to ask and grade it.
@@ -52,7 +57,6 @@ class ReasoningGymEnvironment:
         self,
         task: ReasoningGymTask,
         tokenizer: ChatTokenizer,
-        *,
         max_prompt_tokens: int,
         groups_per_step: int,
     ) -> None:
@@ -185,8 +189,8 @@ def _check_counts(
     if summary.train < groups_per_step:
         raise ConfigError(
             "task.rows",
-            f"leaves {summary.train} training problems ({lost}; {summary.heldout} held out), fewer than the "
-            f"{groups_per_step} of rollouts.groups_per_step",
+            f"leaves {summary.train} training problems ({lost}, {summary.heldout} held out), fewer "
+            f"than the {groups_per_step} of rollouts.groups_per_step",
             found=task.rows,
             remedy="generate more rows or more varied ones, hold out fewer, or take smaller steps",
         )
