@@ -1,11 +1,13 @@
 """What a policy trains on: packed micro-batches whose every field states its shape.
 
-One shift, done once, by `algorithms.packing`: position t of every per-token field speaks of *predicting*
-`target_ids_T[t]`, the token after `token_ids_T[t]` in the same sequence. Nothing downstream shifts again.
+One shift, done once, by `algorithms.packing`: position t of every per-token field speaks of
+*predicting* `target_ids_T[t]`, the token after `token_ids_T[t]` in the same sequence. Nothing
+downstream shifts again.
 
-A batch carries its own normaliser: `loss_weight_T` already holds mask / denominator, with the denominator
-counted once over the global batch. The loss of a step is the plain sum of `loss_weight_T * loss_T` over all
-tokens, micro-batches and ranks, so it cannot depend on how they were cut.
+A batch carries its own normaliser: `loss_weight_T` already holds mask / denominator, with the
+denominator counted once over the global batch. The loss of a step is the plain sum of
+`loss_weight_T * loss_T` over all tokens, micro-batches and ranks, so it cannot depend on how they
+were cut.
 """
 
 from __future__ import annotations
@@ -46,18 +48,21 @@ class MicroBatch:
 
     Attributes:
         token_ids_T: int64.
-        target_ids_T: int64; the next token of the same sequence, IGNORED_TARGET at a sequence's last token and
-            on padding.
+        target_ids_T: int64; the next token of the same sequence, IGNORED_TARGET at a sequence's
+            last token and on padding.
         position_T: int64, restarts at 0 in every sequence.
-        sequence_T: int64, index of the sequence in [0, S); padding belongs to the sequence it follows.
+        sequence_T: int64, index of the sequence in [0, S); padding belongs to the sequence it
+            follows.
         loss_weight_T: float32; mask divided by the step's denominator; 0 where nothing is trained.
-        mask_T: bool; True where target_ids_T was sampled by the policy and counts in the statistics.
+        mask_T: bool; True where target_ids_T was sampled by the policy and counts in the
+            statistics.
         advantage_T: float32.
         behavior_logprob_T: float32; the generator's log-probability of target_ids_T.
         reference_logprob_T: float32 or None; the frozen model's.
         cu_seqlens: int32 [S + 1], boundaries of the padded sequences, starts with 0.
         sequence_tokens: int, S true lengths before padding.
-        sequence_ids: S positions in the batch's rollout order, to put per-sequence results back; -1 for filler.
+        sequence_ids: S positions in the batch's rollout order, to put per-sequence results back; -1
+            for filler.
     """
 
     token_ids_T: Tensor
@@ -112,7 +117,8 @@ class TrainBatch:
         num_loss_tokens: tokens with a loss, counted over the global batch.
         num_tokens: real tokens (prompt and completion), padding not counted.
         temperature: divides the logits, on every route.
-        metrics: name -> value, known already when the batch was made (reward mean, zero-spread groups...).
+        metrics: name -> value, known already when the batch was made (reward mean, zero-spread
+            groups...).
     """
 
     replicas: tuple[tuple[MicroBatch, ...], ...]
@@ -133,7 +139,8 @@ class LossOutput:
     """What a loss returns for one micro-batch.
 
     Attributes:
-        loss: scalar; sum over tokens of loss_weight_T * loss_T. Summed (not averaged) over micro-batches and ranks.
+        loss: scalar; sum over tokens of loss_weight_T * loss_T. Summed (not averaged) over
+            micro-batches and ranks.
         sums: name -> [2] tensor (sum, count), detached; added up and divided by the policy backend.
         maxima: name -> scalar tensor, detached; the largest is kept.
     """

@@ -38,8 +38,8 @@ def root() -> None:
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train with the run config CONFIG; results go to its run folder (runs/NAME).
 
-    Any key can be overridden: [bold]megatron-grpo train configs/quickstart.yaml steps=50 seed=2[/bold].
-    The resolved config is saved as config.yaml beside the results.
+    Any key can be overridden: [bold]megatron-grpo train configs/quickstart.yaml steps=50
+    seed=2[/bold]. The resolved config is saved as config.yaml beside the results.
     """
     from megatron_grpo.config import load_config
 

@@ -2,8 +2,8 @@
 
 Each message says where, the value found, and the remedy, in one line:
 
->>> print(ConfigError("parallel.tensor", "does not divide 9 attention heads", found=2, remedy="use 1, 3 or 9"))
-parallel.tensor: does not divide 9 attention heads (found 2); use 1, 3 or 9
+>>> print(ConfigError("parallel.tensor", "does not divide 9 attention heads", found=2, remedy="use
+1, 3 or 9")) parallel.tensor: does not divide 9 attention heads (found 2); use 1, 3 or 9
 """
 
 from __future__ import annotations

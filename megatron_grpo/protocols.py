@@ -1,4 +1,5 @@
-"""The seams. Each has few verbs, and one contract suite in tests/contracts that every implementation passes.
+"""The seams. Each has few verbs, and one contract suite in tests/contracts that every
+implementation passes.
 
     Environment --Prompt--> Collector --GenerationRequest--> Generator --Completion--> Collector
     Collector --RolloutGroup--> GroupSource --> Algorithm.make_batch --TrainBatch--> PolicyBackend
@@ -44,7 +45,8 @@ class Environment(Protocol):
         ...
 
     def respond(self, transcripts: Sequence[Transcript]) -> list[Reward | Observation]:
-        """One answer per transcript, in order: a Reward ends the rollout, an Observation continues it.
+        """One answer per transcript, in order: a Reward ends the rollout, an Observation continues
+        it.
 
         Never raises for what a model wrote: that is a Reward of 0 with a reason.
         """
@@ -72,8 +74,8 @@ class Generator(Protocol):
     def collect(self, deadline_s: float) -> list[Completion]:
         """Wait until at least one request has finished and return all that have, in any order.
 
-        Raises RolloutError at the deadline, naming the oldest request still running, and at once if nothing
-        is in flight.
+        Raises RolloutError at the deadline, naming the oldest request still running, and at once if
+        nothing is in flight.
         """
         ...
 
@@ -85,7 +87,8 @@ class Generator(Protocol):
         ...
 
     def pull_weights(self, version: int) -> Future[PullReport]:
-        """Start taking the weights that the policy pushes under `version`; caches of old weights are dropped.
+        """Start taking the weights that the policy pushes under `version`; caches of old weights
+        are dropped.
 
         Returns at once; the future ends when the weights are in use, or with WeightExchangeError.
         """
@@ -126,12 +129,14 @@ class PolicyBackend(Protocol):
         ...
 
     def optimizer_step(self) -> UpdateStats:
-        """Clip, step, zero the gradients, advance the learning rate. Raises on non-finite gradients."""
+        """Clip, step, zero the gradients, advance the learning rate. Raises on non-finite
+        gradients.
+        """
         ...
 
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
-        """Log-probability of every target of every sequence, in batch order: entry i is [L_i - 1] for a
-        rollout of L_i tokens. No gradients."""
+        """Log-probability of every target of every sequence, in batch order: entry i is [L_i - 1]
+        for a rollout of L_i tokens. No gradients."""
         ...
 
     def push_weights(self, version: int) -> PushReport:
@@ -170,7 +175,9 @@ class GroupSource(Protocol):
 
 
 class RolloutStore(Protocol):
-    """A tap on the data flow: append-only, one commit per step; no training decision depends on it."""
+    """A tap on the data flow: append-only, one commit per step; no training decision depends on
+    it.
+    """
 
     def append(self, step: int, groups: Sequence[RolloutGroup]) -> None: ...
 
@@ -183,7 +190,9 @@ class WeightSender(Protocol):
     """The policy's end of a channel, on one rank."""
 
     def send(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> PushReport:
-        """Send named tensors (Hugging Face names, engine dtype). Blocks until all receivers have them."""
+        """Send named tensors (Hugging Face names, engine dtype). Blocks until all receivers have
+        them.
+        """
         ...
 
     def close(self) -> None: ...
@@ -193,8 +202,8 @@ class WeightReceiver(Protocol):
     """The engine's end of a channel."""
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield what was sent under `version`, each name once. Raises WeightExchangeError if it is another
-        version, a name is missing or late."""
+        """Yield what was sent under `version`, each name once. Raises WeightExchangeError if it is
+        another version, a name is missing or late."""
         ...
 
     def close(self) -> None: ...
@@ -250,7 +259,8 @@ class SourceState:
         next_prompt: how many prompts have been handed out since the start of the run.
         version: last published weight version.
         fingerprint: of the data the position belongs to.
-        pending: positions below next_prompt whose groups no step has taken yet; always empty when synchronous.
+        pending: positions below next_prompt whose groups no step has taken yet; always empty when
+            synchronous.
     """
 
     next_prompt: int

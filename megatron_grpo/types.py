@@ -25,8 +25,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One problem as the policy sees it.
 
-    >>> Prompt("arithmetic/17", np.array([1, 2, 3], np.int32), "What is 2 + 3?", answer="5").num_tokens
-    3
+    >>> Prompt("arithmetic/17", np.array([1, 2, 3], np.int32), "What is 2 + 3?",
+    answer="5").num_tokens 3
 
     Attributes:
         prompt_id: unique over all sources of a run, e.g. "source/row".
@@ -84,7 +84,8 @@ class Completion:
 
     Attributes:
         token_ids: sampled ids, the stop token included if one was sampled.
-        behavior_logprobs: log-probability of each sampled id under the sampling temperature over the full
+        behavior_logprobs: log-probability of each sampled id under the sampling temperature over
+            the full
             vocabulary: the quantity the trainer computes for the same token.
         versions: weight version that produced each token.
         finish_reason: "stop" at a stop token, "length" at the budget, "abort" when cancelled.
@@ -117,7 +118,9 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.value):
-            raise RolloutError("reward", "must be finite", found=self.value, remedy="fix the reward")
+            raise RolloutError(
+                "reward", "must be finite", found=self.value, remedy="fix the reward"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,8 @@ class Observation:
     """What the environment answers in a dialogue that goes on: tokens that get no loss.
 
     Attributes:
-        token_ids: [M] appended after the completion, e.g. a tool's reply with the template's markers.
+        token_ids: [M] appended after the completion, e.g. a tool's reply with the template's
+            markers.
     """
 
     token_ids: Int32
@@ -148,12 +152,14 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One finished sample: prompt, then completions and observations, as the ids that were really sampled.
+    """One finished sample: prompt, then completions and observations, as the ids that were really
+    sampled.
 
     All arrays are [L], L = prompt + everything after it, and position i speaks of token i.
 
-    >>> rollout = Rollout("g0/0", "g0", np.array([1, 2, 3], np.int32), np.array([False, False, True]),
-    ...     np.array([0, 0, -0.5], np.float32), np.array([-1, -1, 4], np.int32), 2, Reward(1.0), "stop", seed=7)
+    >>> rollout = Rollout("g0/0", "g0", np.array([1, 2, 3], np.int32), np.array([False, False,
+    True]), ...     np.array([0, 0, -0.5], np.float32), np.array([-1, -1, 4], np.int32), 2,
+    Reward(1.0), "stop", seed=7)
     >>> rollout.num_trained_tokens, rollout.oldest_version
     (1, 4)
 

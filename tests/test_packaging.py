@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-# torch comes first and by itself; the other three do not match the CPU build of torch, and text models need none.
+# torch comes first and by itself; the other three do not match the CPU build of torch, and text
+# models need none.
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 

@@ -61,7 +61,9 @@ def tiny_model(family: Family = "qwen2", *, tied: bool = False, seed: int = 0, *
     return model
 
 
-def save_tiny(folder: Path, family: Family = "qwen2", *, tied: bool = False, seed: int = 0, **changes) -> Path:
+def save_tiny(
+    folder: Path, family: Family = "qwen2", *, tied: bool = False, seed: int = 0, **changes
+) -> Path:
     """Write `tiny_model` as a Hugging Face folder (no tokenizer) and return the folder."""
     tiny_model(family, tied=tied, seed=seed, **changes).save_pretrained(folder)
     return folder

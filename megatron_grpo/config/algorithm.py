@@ -1,4 +1,6 @@
-"""What is optimised. The words are those of the papers; docs/algorithms.md has formulas and citations."""
+"""What is optimised. The words are those of the papers; docs/algorithms.md has formulas and
+citations.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ class GrpoConfig(Section):
     scale: Literal["std", "none"] = "std"
     """Divide the advantage by the group's sample standard deviation (n - 1), or not (Dr. GRPO)."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: every token of the step counts the same (DAPO). sequence_mean: every rollout does (GRPO)."""
+    """token_mean: every token of the step counts the same (DAPO). sequence_mean: every rollout does
+    (GRPO).
+    """
     clip_low: Fraction = 0.2
     clip_high: NonNegativeFloat = 0.2
     """Ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     dual_clip: PositiveFloat | None = None
-    """Lower bound on the objective for negative advantages, as a ratio > 1 (Ye et al. 2020); null is off."""
+    """Lower bound on the objective for negative advantages, as a ratio > 1 (Ye et al. 2020); null
+    is off.
+    """
     entropy_coefficient: NonNegativeFloat = 0.0
     mask_truncated: bool = False
-    """Give no loss to rollouts that ran out of tokens (and do not count them in the denominator)."""
+    """Give no loss to rollouts that ran out of tokens (and do not count them in the
+    denominator).
+    """
 
 
 AlgorithmConfig = GrpoConfig

@@ -58,7 +58,8 @@ class OptimizerConfig(Section):
                     "decay_steps",
                     "has no meaning under a constant schedule",
                     found=self.decay_steps,
-                    remedy="set schedule to linear or cosine, or drop decay_steps and min_learning_rate",
+                    remedy="set schedule to linear or cosine, or drop both decay_steps and "
+                    "min_learning_rate",
                 )
         elif self.decay_steps is None or self.decay_steps <= self.warmup_steps:
             raise ConfigError(
@@ -76,8 +77,8 @@ class MegatronPolicyConfig(Section):
     type: Literal["megatron"] = "megatron"
     parallel: ParallelConfig = ParallelConfig()
     dtype: DType = "auto"
-    """Compute type; parameters and optimizer keep fp32 masters. auto: bfloat16 where the hardware multiplies it
-    natively (CUDA, or a CPU with AMX or AVX512-BF16), else float32."""
+    """Compute type; parameters and optimizer keep fp32 masters. auto: bfloat16 where the hardware
+    multiplies it natively (CUDA, or a CPU with AMX or AVX512-BF16), else float32."""
     microbatch_tokens: PositiveInt = 4096
     """Most packed tokens of one micro-batch."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -88,7 +89,9 @@ class MegatronPolicyConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass."""
     transformer_engine: Literal["auto", "on", "off"] = "auto"
-    """auto: Transformer Engine layers where it is installed and a GPU is present, else Megatron's local ones."""
+    """auto: Transformer Engine layers where it is installed and a GPU is present, else Megatron's
+    local ones.
+    """
     threads_per_rank: PositiveInt = 1
     """CPU threads of each rank."""
 
@@ -114,7 +117,9 @@ class MegatronPolicyConfig(Section):
 
 
 class ReferencePolicyConfig(Section):
-    """The Hugging Face model in plain torch, one process: the oracle, and the simplest way to try an algorithm."""
+    """The Hugging Face model in plain torch, one process: the oracle, and the simplest way to try
+    an algorithm.
+    """
 
     type: Literal["reference"] = "reference"
     dtype: DType = "float32"
@@ -149,9 +154,7 @@ class ReferenceGeneratorConfig(Section):
     max_concurrent: PositiveInt = 256
 
 
-PolicyConfig = Annotated[
-    MegatronPolicyConfig | ReferencePolicyConfig, Field(discriminator="type")
-]
+PolicyConfig = Annotated[MegatronPolicyConfig | ReferencePolicyConfig, Field(discriminator="type")]
 GeneratorConfig = Annotated[
     VllmGeneratorConfig | ReferenceGeneratorConfig, Field(discriminator="type")
 ]

@@ -1,7 +1,7 @@
 """The one base of every config section, and how YAML and command-line text become values.
 
-Text is read by YAML 1.2 rules (1e-6 is a number, 12:30 is text), then validated: numbers given as text are
-numbers, "false" and "0" are False, null clears an optional, and nothing else is guessed.
+Text is read by YAML 1.2 rules (1e-6 is a number, 12:30 is text), then validated: numbers given as
+text are numbers, "false" and "0" are False, null clears an optional, and nothing else is guessed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ruamel.yaml.error import YAMLError
 from megatron_grpo.errors import ConfigError, ConfigErrors
 
 # What YAML text can become. Only this module handles it; everyone else sees typed sections.
-Value = Union[None, bool, int, float, str, list["Value"], dict[str, "Value"]]
+Value = Union[None, bool, int, float, str, list["Value"], dict[str, "Value"]]  # noqa: UP007
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -41,7 +41,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def read_yaml(path: Path) -> dict[str, Value]:
-    """Parse one YAML file, following `extends:` (a path relative to the file; a list is applied in order).
+    """Parse one YAML file, following `extends:` (a path relative to the file; a list is applied in
+    order).
 
     Raises:
         ConfigError: unreadable, not a mapping, duplicate keys, or an `extends` circle.
@@ -73,7 +74,8 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Value]:
 
 
 def merge(base: Mapping[str, Value], over: Mapping[str, Value]) -> dict[str, Value]:
-    """Mappings merge key by key, everything else is replaced. A changed `type:` replaces its whole section.
+    """Mappings merge key by key, everything else is replaced. A changed `type:` replaces its whole
+    section.
 
     >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
     {'a': {'x': 1, 'y': 3}}
@@ -94,8 +96,8 @@ def merge(base: Mapping[str, Value], over: Mapping[str, Value]) -> dict[str, Val
 def parse_override(text: str) -> tuple[list[str], Value]:
     """Split one `dotted.key=value` of the command line.
 
-    The value stays text unless it is null, a list or a mapping: the typed field decides what text means, so
-    `2.10` for a text field stays "2.10" and for a number becomes 2.1.
+    The value stays text unless it is null, a list or a mapping: the typed field decides what text
+    means, so `2.10` for a text field stays "2.10" and for a number becomes 2.1.
 
     >>> parse_override("policy.parallel.tensor=2")
     (['policy', 'parallel', 'tensor'], '2')
@@ -140,9 +142,7 @@ def apply_overrides(values: Mapping[str, Value], overrides: list[str]) -> dict[s
     return result
 
 
-def validate(
-    cls: type[SectionT], values: Mapping[str, Value], source: str
-) -> SectionT:
+def validate(cls: type[SectionT], values: Mapping[str, Value], source: str) -> SectionT:
     """Build `cls`, turning every problem into one line with file, key, value and remedy."""
     try:
         return cls.model_validate(dict(values))
@@ -153,7 +153,9 @@ def validate(
 def _explain(root: type[Section], item: Mapping[str, object], source: str) -> ConfigError:
     location = [str(part) for part in typing.cast(tuple[object, ...], item["loc"])]
     # A discriminated union puts the chosen tag into the location; it is no key of the file.
-    keys = [part for i, part in enumerate(location) if i == 0 or not _is_tag(root, location[:i], part)]
+    keys = [
+        part for i, part in enumerate(location) if i == 0 or not _is_tag(root, location[:i], part)
+    ]
     where = f"{source}: {'.'.join(keys)}" if keys else source
     context = typing.cast(Mapping[str, object], item.get("ctx") or {})
     inner = context.get("error")
@@ -189,9 +191,7 @@ def _variants(root: type[Section], path: list[str]) -> list[tuple[str, type[Sect
         following = [m for c in current if key in c.model_fields for m in _sections_of(c, key)]
         if following:
             current = following
-    return [
-        (str(c.model_fields["type"].default), c) for c in current if "type" in c.model_fields
-    ]
+    return [(str(c.model_fields["type"].default), c) for c in current if "type" in c.model_fields]
 
 
 def _sections_of(cls: type[Section], key: str) -> list[type[Section]]:
@@ -215,7 +215,8 @@ def all_keys(root: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def suggest(root: type[Section], path: list[str]) -> str:
-    """The accepted key closest to `path`: by spelling of its last part, or by initials (lr -> learning_rate).
+    """The accepted key closest to `path`: by spelling of its last part, or by initials (lr ->
+    learning_rate).
 
     Returns "" when nothing is close.
     """

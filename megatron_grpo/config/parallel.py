@@ -1,7 +1,8 @@
 """The parallel layout: one type that knows every divisibility rule and says which was broken.
 
-Dense ranks: world = tensor * pipeline * context * data. Expert ranks reuse the same processes: within one
-pipeline stage, tensor * context * data ranks are regrouped as expert_tensor * expert * expert_data.
+Dense ranks: world = tensor * pipeline * context * data. Expert ranks reuse the same processes:
+within one pipeline stage, tensor * context * data ranks are regrouped as expert_tensor * expert *
+expert_data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The whole run as one frozen object, and the only way to make it from files and the command line."""
+"""The whole run as one frozen object, and the only way to make it from files and the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from megatron_grpo.errors import ConfigError
 
 
 class SamplingConfig(Section):
-    """How completions are drawn in training. Sent in full: a checkpoint's generation_config changes nothing."""
+    """How completions are drawn in training. Sent in full: a checkpoint's generation_config changes
+    nothing.
+    """
 
     temperature: PositiveFloat = 1.0
     """Divides the logits, in the generator and in the trainer alike."""
@@ -47,7 +51,8 @@ class SamplingConfig(Section):
             key, value = ("top_p", self.top_p) if self.top_p != 1.0 else ("top_k", self.top_k)
             raise ConfigError(
                 key,
-                "training needs top_p 1.0 and top_k -1: the generator would renormalise over the kept tokens while "
+                "training needs top_p 1.0 and top_k -1: the generator would renormalise over "
+                "the kept tokens while "
                 "the trainer scores the whole vocabulary, so the importance ratio would be wrong",
                 found=value,
                 remedy="drop it, and lower temperature if samples are too wild",
@@ -61,7 +66,9 @@ class ReasoningGymTask(Section):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     name: str
     """A data set of reasoning-gym, e.g. chain_sum."""
-    parameters: dict[str, bool | int | float | str | list[int] | list[float]] = {}
+    parameters: dict[str, bool | int | float | str | list[int] | list[float]] = Field(
+        default_factory=dict
+    )
     """Its own settings, e.g. {min_terms: 2, max_terms: 2}; unknown ones are refused."""
     rows: PositiveInt = 1000
     """Problems generated before the split; duplicates (same question) are dropped."""
@@ -77,7 +84,9 @@ class ReasoningGymTask(Section):
     @field_validator("parameters", mode="before")
     @classmethod
     def _read_text(cls, parameters: object) -> object:
-        """Values from the command line are text; what they mean is the task's business, so YAML decides."""
+        """Values from the command line are text; what they mean is the task's business, so YAML
+        decides.
+        """
         if not isinstance(parameters, dict):
             return parameters
         return {key: parse_scalar(value) for key, value in parameters.items()}
@@ -138,7 +147,8 @@ class RunConfig(Section):
             if longest > limit:
                 raise ConfigError(
                     key,
-                    f"the longest rollout (rollouts.max_prompt_tokens {self.rollouts.max_prompt_tokens} + "
+                    "the longest rollout (rollouts.max_prompt_tokens "
+                    f"{self.rollouts.max_prompt_tokens} + "
                     f"sampling.max_new_tokens {self.sampling.max_new_tokens}) has {longest} tokens",
                     found=limit,
                     remedy=f"set {key} to at least {longest}",

@@ -1,4 +1,6 @@
-"""One generator used by several callers (training, evaluation), each seeing only its own completions."""
+"""One generator used by several callers (training, evaluation), each seeing only its own
+completions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from megatron_grpo.errors import RolloutError
 from megatron_grpo.protocols import Generator, PullReport
 from megatron_grpo.types import Completion, GenerationRequest
 
-# While another thread is inside the generator's `collect`, a waiting one looks for its own results this often.
+# While another thread is inside the generator's `collect`, a waiting one looks for its own results
+# this often.
 _POLL_S = 0.05
 
 
@@ -59,7 +62,8 @@ class SharedGenerator:
                 with self._lock:
                     waiting = sorted(self._in_flight[name])[:3]
                 raise RolloutError(
-                    f"requests {', '.join(waiting)}...", f"not finished within {deadline_s:g} s",
+                    f"requests {', '.join(waiting)}...",
+                    f"not finished within {deadline_s:g} s",
                     remedy="raise the deadline, or lower max_new_tokens",
                 )
             if self._collecting.acquire(timeout=_POLL_S):
@@ -74,7 +78,8 @@ class SharedGenerator:
             self._finished[name] = []
             if not mine and not self._in_flight[name]:
                 raise RolloutError(
-                    "generator", f"nothing is in flight for {name}",
+                    "generator",
+                    f"nothing is in flight for {name}",
                     remedy="submit before collecting",
                 )
             return mine
@@ -86,7 +91,9 @@ class SharedGenerator:
         completions = self._generator.collect(deadline_s)
         with self._lock:
             for completion in completions:
-                owner = next(n for n, ids in self._in_flight.items() if completion.request_id in ids)
+                owner = next(
+                    n for n, ids in self._in_flight.items() if completion.request_id in ids
+                )
                 self._in_flight[owner].discard(completion.request_id)
                 self._finished[owner].append(completion)
 

@@ -1,8 +1,9 @@
 """A fleet of engines, seen as one Generator.
 
-Requests with the same prompt go to the same engine, where they share its prefix cache; prompts go to the engine with the
-least in flight. Each engine with work has exactly one `collect` call outstanding; `pull_weights` queues behind it, so
-weights change between engine steps and never during one.
+Requests with the same prompt go to the same engine, where they share its prefix cache; prompts go
+to the engine with the least in flight. Each engine with work has exactly one `collect` call
+outstanding; `pull_weights` queues behind it, so weights change between engine steps and never
+during one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SLICE_S = 0.5
 
 
 class RayGenerator:
-    """See protocols.Generator. `members[e]` hosts engine e of `workers` workers each. Thread-safe."""
+    """See protocols.Generator. `members[e]` hosts engine e of `workers` workers each.
+    Thread-safe.
+    """
 
     def __init__(self, members: Sequence[Member], workers: int, cluster: ClusterConfig) -> None:
         self._members = list(members)
@@ -42,7 +45,9 @@ class RayGenerator:
         # The first answer means the engine is up.
         self._all("version", deadline_s=cluster.start_deadline_s)
 
-    def _all(self, method: str, *arguments: object, deadline_s: float | None = None) -> list[object]:
+    def _all(
+        self, method: str, *arguments: object, deadline_s: float | None = None
+    ) -> list[object]:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         return call_all(self._members, method, [arguments] * len(self._members), deadline_s)
 
@@ -74,7 +79,8 @@ class RayGenerator:
             for request in requests:
                 if request.request_id in self._home:
                     raise RolloutError(
-                        f"request {request.request_id}", "is already in flight",
+                        f"request {request.request_id}",
+                        "is already in flight",
                         remedy="give every request its own id",
                     )
                 prompt = request.prompt_ids.tobytes()

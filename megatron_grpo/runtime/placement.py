@@ -1,8 +1,10 @@
-"""Who sits where: from a run config to bundles of resources. Pure; the cluster module carries it out.
+"""Who sits where: from a run config to bundles of resources. Pure; the cluster module carries it
+out.
 
-Policy ranks come first, one bundle each, then engines, one bundle each. A bundle never spans nodes, so an engine's
-tensor-parallel workers share one. On CPUs policy and engines take turns on the same cores (they never work at the same
-moment in synchronous mode), so a bundle asks for CPU slots that the local cluster declares, not for cores of its own.
+Policy ranks come first, one bundle each, then engines, one bundle each. A bundle never spans nodes,
+so an engine's tensor-parallel workers share one. On CPUs policy and engines take turns on the same
+cores (they never work at the same moment in synchronous mode), so a bundle asks for CPU slots that
+the local cluster declares, not for cores of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def plan_placement(
 
 
 def check_placement(placement: Placement, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Refuse at once what these nodes can never hold; a slow cluster is told apart from an impossible request.
+    """Refuse at once what these nodes can never hold; a slow cluster is told apart from an
+    impossible request.
 
     Args:
         nodes: total resources of each node, e.g. {"CPU": 8.0, "GPU": 4.0}.
@@ -75,8 +78,7 @@ def check_placement(placement: Placement, nodes: Sequence[Mapping[str, float]]) 
             if all(amount > available for available in per_node):
                 raise ClusterError(
                     bundle.role,
-                    f"needs {amount:g} {name} on one node; the nodes have "
-                    f"{_listed(per_node)}",
+                    f"needs {amount:g} {name} on one node; the nodes have {_listed(per_node)}",
                     remedy="use larger nodes or a smaller layout",
                 )
     for name, amount in asked.items():

@@ -1,7 +1,8 @@
 """A policy on many ranks, seen as one: the PolicyBackend whose ranks are Ray actors.
 
-Every verb is called on all ranks at once (they meet inside in collectives). Micro-batches travel as one object-store
-reference per data-parallel replica, so a replica's ranks on one node share a single copy.
+Every verb is called on all ranks at once (they meet inside in collectives). Micro-batches travel as
+one object-store reference per data-parallel replica, so a replica's ranks on one node share a
+single copy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class RayPolicy:
     """See protocols.PolicyBackend. `members[r]` hosts rank r."""
 
     def __init__(self, members: Sequence[Member], cluster: ClusterConfig) -> None:
-        """Bring the ranks up: rendezvous at rank 0, then build and load the model everywhere at once."""
+        """Bring the ranks up: rendezvous at rank 0, then build and load the model everywhere at
+        once.
+        """
         self._members = list(members)
         self._step_s = cluster.step_deadline_s
         start_s = cluster.start_deadline_s
@@ -36,7 +39,9 @@ class RayPolicy:
         self._layout = cast(str, self._first("layout"))
         self._replica = cast(list[int], self._all("data_parallel_rank"))
 
-    def _all(self, method: str, *arguments: object, deadline_s: float | None = None) -> list[object]:
+    def _all(
+        self, method: str, *arguments: object, deadline_s: float | None = None
+    ) -> list[object]:
         deadline_s = self._step_s if deadline_s is None else deadline_s
         return call_all(self._members, method, [arguments] * len(self._members), deadline_s)
 
@@ -55,8 +60,10 @@ class RayPolicy:
         """One reference per rank, the same object for all ranks of a replica."""
         if len(batch.replicas) != self._shape.data_parallel:
             raise ClusterError(
-                "batch", f"cut for {len(batch.replicas)} replicas",
-                found=self._shape.data_parallel, remedy="make it with this policy's batch_shape",
+                "batch",
+                f"cut for {len(batch.replicas)} replicas",
+                found=self._shape.data_parallel,
+                remedy="make it with this policy's batch_shape",
             )
         references = [put(microbatches) for microbatches in batch.replicas]
         return [references[replica] for replica in self._replica]

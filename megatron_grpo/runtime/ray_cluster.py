@@ -1,7 +1,7 @@
 """The only door to Ray: a cluster, one actor per policy rank and engine, and calls with deadlines.
 
-An actor is a `Host` around any class named by import path, so that no other module knows Ray and the driver imports
-neither Megatron nor vLLM.
+An actor is a `Host` around any class named by import path, so that no other module knows Ray and
+the driver imports neither Megatron nor vLLM.
 
     driver ---call_all(deadline)---> Host(MegatronRank) x world
            ---call_all(deadline)---> Host(VllmEngine)   x engines
@@ -38,7 +38,9 @@ class Host:
         self._object = factory(*arguments)
 
     def call(self, method: str, *arguments: object) -> object:
-        """The method's result, or the property's value. References among the arguments arrive resolved."""
+        """The method's result, or the property's value. References among the arguments arrive
+        resolved.
+        """
         value = getattr(self._object, method)
         return value(*arguments) if callable(value) else value
 
@@ -55,15 +57,19 @@ class Member:
 
 
 class RayCluster:
-    """A started or joined cluster with a placement group; a context manager that leaves nothing behind."""
+    """A started or joined cluster with a placement group; a context manager that leaves nothing
+    behind.
+    """
 
     def __init__(self, config: ClusterConfig, placement: Placement) -> None:
         """Connect, refuse impossible placements at once, and reserve the bundles.
 
         Raises:
-            ClusterError: no cluster, an impossible placement, or resources still missing at the deadline.
+            ClusterError: no cluster, an impossible placement, or resources still missing at the
+                deadline.
         """
         self._config = config
+        self._placement = placement
         self._members: list[Member] = []
         self._group: PlacementGroup | None = None
         _connect(config, placement)
@@ -75,7 +81,9 @@ class RayCluster:
             self.close()
             raise
 
-    def _reserve(self, placement: Placement, nodes: Sequence[Mapping[str, float]]) -> PlacementGroup:
+    def _reserve(
+        self, placement: Placement, nodes: Sequence[Mapping[str, float]]
+    ) -> PlacementGroup:
         group = placement_group([b.resources() for b in placement.bundles], strategy="PACK")
         if not group.wait(self._config.placement_deadline_s):
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
@@ -89,14 +97,20 @@ class RayCluster:
         return group
 
     def start(
-        self, name: str, bundle: int, target: str, arguments: tuple[object, ...],
-        env: Mapping[str, str], bundle_spec: Mapping[str, float],
+        self,
+        name: str,
+        bundle: int,
+        target: str,
+        arguments: tuple[object, ...],
+        env: Mapping[str, str],
     ) -> Member:
-        """Create an actor in its bundle; returns before it is up (a failure shows at its first call)."""
+        """Create an actor in its bundle; returns before it is up (a failure shows at its first
+        call).
+        """
+        spec = self._placement.bundles[bundle]
         remote = ray.remote(Host).options(
-            name=None,
-            num_cpus=bundle_spec.get("CPU", 0),
-            num_gpus=bundle_spec.get("GPU", 0),
+            num_cpus=spec.cpus,
+            num_gpus=spec.gpus,
             max_restarts=0,
             runtime_env={"env_vars": {**_import_path(), **env}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -132,11 +146,14 @@ def _connect(config: ClusterConfig, placement: Placement) -> None:
             ray.init(address=config.address, log_to_driver=False, configure_logging=False)
         except ConnectionError as error:
             raise ClusterError(
-                "cluster.address", f"cannot be joined: {error}", found=config.address,
+                "cluster.address",
+                f"cannot be joined: {error}",
+                found=config.address,
                 remedy="start it with `ray start`, or drop the key to use this machine alone",
             ) from error
         return
-    # A private cluster of this process: token authentication would leave a file in the home directory.
+    # A private cluster of this process: token authentication would leave a file in the home
+    # directory.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -153,7 +170,9 @@ def _connect(config: ClusterConfig, placement: Placement) -> None:
 
 def _import_path() -> dict[str, str]:
     """Actors import what the driver imports, installed or not."""
-    return {"PYTHONPATH": os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)}
+    return {
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)
+    }
 
 
 def put(value: object) -> object:
@@ -173,7 +192,8 @@ def call_all(
 ) -> list[object]:
     """Call one method on every member at once and wait for all.
 
-    The first failure wins: its component and cause are in the message, and the others are not waited for.
+    The first failure wins: its component and cause are in the message, and the others are not
+    waited for.
 
     Raises:
         GrpoError: as raised by a member, with the member's name added.
@@ -212,6 +232,7 @@ def take(ref: ray.ObjectRef, name: str, method: str, deadline_s: float) -> objec
     except (ActorDiedError, RayActorError) as error:
         first = str(error).strip().splitlines()
         raise ClusterError(
-            name, f"died during {method}: {first[0] if first else 'no reason given'}",
+            name,
+            f"died during {method}: {first[0] if first else 'no reason given'}",
             remedy="see its log in the run's Ray session folder; out of memory is the usual cause",
         ) from error

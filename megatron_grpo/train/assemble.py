@@ -1,7 +1,7 @@
 """From a config to a running whole: the only place that turns `type:` strings into classes.
 
-Order matters: everything that can be wrong without a model (data, folders, tokenizer) is looked at first; then ranks and
-engines start side by side; then the weight channel joins them.
+Order matters: everything that can be wrong without a model (data, folders, tokenizer) is looked at
+first; then ranks and engines start side by side; then the weight channel joins them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megatron_grpo.train.summary import Summary, print_summary, summarize, write
 
 
 def run_training(config: RunConfig, console: Console | None = None) -> Summary:
-    """Train as configured; leave config.yaml, metrics, rollouts, the trained model and summary.json in the run folder.
+    """Train as configured; leave config.yaml, metrics, rollouts, the trained model and summary.json
+    in the run folder.
 
     Raises:
         GrpoError: one line saying what failed, where, and what to do.
@@ -40,7 +41,9 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
         environment = build_environment(config, tokenizer)
         stack.callback(environment.close)
         folder = prepare_folder(config, console)
-        console.print(f"[bold]{config.name}[/bold]: starting {config.policy.type} and {config.generator.type}")
+        console.print(
+            f"[bold]{config.name}[/bold]: starting {config.policy.type} and {config.generator.type}"
+        )
         backends = reference_backends if config.policy.type == "reference" else cluster_backends
         policy, generator = stack.enter_context(backends(config))
         run = build_run(config, folder, tokenizer, environment, policy, generator, console, stack)
@@ -51,8 +54,14 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
         gpu = config.cluster.gpus_per_rank > 0
         dtypes = tuple(resolve_dtype(b.dtype, gpu=gpu) for b in (config.policy, config.generator))
         summary = summarize(
-            config, policy.layout, (dtypes[0], dtypes[1]), records, run.evaluator.results, setup_s,
-            time.perf_counter() - started, run.phases.take(),
+            config,
+            policy.layout,
+            (dtypes[0], dtypes[1]),
+            records,
+            run.evaluator.results,
+            setup_s,
+            time.perf_counter() - started,
+            run.phases.take(),
         )
     write_summary(summary, folder / "summary.json")
     print_summary(summary, console, folder)
@@ -60,8 +69,14 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
 
 
 def build_run(
-    config: RunConfig, folder: Path, tokenizer, environment: Environment, policy: PolicyBackend,
-    generator: Generator, console: Console, stack: ExitStack,
+    config: RunConfig,
+    folder: Path,
+    tokenizer,
+    environment: Environment,
+    policy: PolicyBackend,
+    generator: Generator,
+    console: Console,
+    stack: ExitStack,
 ) -> Run:
     from megatron_grpo.algorithms.grpo import Grpo
     from megatron_grpo.generation.shared import SharedGenerator
@@ -72,24 +87,45 @@ def build_run(
     metrics = stack.enter_context(MetricsLog(folder))
     progress = stack.enter_context(TrainProgress(config.steps, console))
     evaluator = Evaluator(
-        config.evaluation, environment, shared.view("evaluation"), tokenizer.decode,
-        config.sampling.max_new_tokens, config.steps, config.cluster.step_deadline_s, config.seed,
+        config.evaluation,
+        environment,
+        shared.view("evaluation"),
+        tokenizer.decode,
+        config.sampling.max_new_tokens,
+        config.steps,
+        config.cluster.step_deadline_s,
+        config.seed,
         report=lambda result: report_evaluation(result, metrics, console),
     )
     source = LiveSource(
-        environment, shared.view("training"), tokenizer.decode, config.rollouts,
-        max_new_tokens=config.sampling.max_new_tokens, seed=config.seed,
+        environment,
+        shared.view("training"),
+        tokenizer.decode,
+        config.rollouts,
+        max_new_tokens=config.sampling.max_new_tokens,
+        seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
     )
     stack.callback(source.close)
     return Run(
-        config, source, Grpo(config.algorithm, config.sampling.temperature), policy, generator, evaluator,
-        ZarrStore(folder / "rollouts"), metrics, Phases(), progress,
+        config,
+        source,
+        Grpo(config.algorithm, config.sampling.temperature),
+        policy,
+        generator,
+        evaluator,
+        ZarrStore(folder / "rollouts"),
+        metrics,
+        Phases(),
+        progress,
     )
 
 
 def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console) -> None:
-    metrics.log(result.version, {"heldout_accuracy": result.accuracy, "heldout_tokens_mean": result.mean_tokens})
+    metrics.log(
+        result.version,
+        {"heldout_accuracy": result.accuracy, "heldout_tokens_mean": result.mean_tokens},
+    )
     console.print(
         f"held-out accuracy after {result.version} steps: [bold]{result.accuracy:.3f}[/bold] "
         f"± {result.standard_error:.3f} ({result.problems} problems x {result.samples} samples)"
@@ -100,23 +136,33 @@ def build_environment(config: RunConfig, tokenizer) -> Environment:
     from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
 
     return ReasoningGymEnvironment(
-        config.task, tokenizer, config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step
+        config.task,
+        tokenizer,
+        max_prompt_tokens=config.rollouts.max_prompt_tokens,
+        groups_per_step=config.rollouts.groups_per_step,
     )
 
 
 def check_model_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            "model.path", "holds no config.json", found=str(folder),
-            remedy="give a Hugging Face folder, or write one with: python -m megatron_grpo.conversion.smollm2",
+            "model.path",
+            "holds no config.json",
+            found=str(folder),
+            remedy="give a Hugging Face folder, or write one with: "
+            "python -m megatron_grpo.conversion.smollm2",
         )
 
 
 def prepare_folder(config: RunConfig, console: Console) -> Path:
-    """An empty run folder with the resolved config. An earlier run of the same name is moved aside, never overwritten."""
+    """An empty run folder with the resolved config. An earlier run of the same name is moved aside,
+    never overwritten.
+    """
     folder = config.folder
     if folder.exists():
-        number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+        number = next(
+            n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists()
+        )
         aside = folder.with_name(f"{folder.name}.{number}")
         folder.rename(aside)
         console.print(f"an earlier run was moved to {aside}")
@@ -131,12 +177,19 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
     from megatron_grpo.generation.reference import ReferenceGenerator
     from megatron_grpo.generation.stopping import stop_token_ids
     from megatron_grpo.policy.reference import ReferencePolicy
-    from megatron_grpo.weights.in_process import in_process_channel
+    from megatron_grpo.weights.in_process import InProcessChannel, hugging_face_manifest
 
-    sender, receiver = in_process_channel(config.weights.deadline_s)
-    policy = ReferencePolicy(config.policy, config.model, sender, config.seed)
+    if config.policy.type != "reference" or config.generator.type != "reference":
+        raise ConfigError("policy.type", "only reference with reference runs in one process")
+    folder = config.model.folder
+    channel = InProcessChannel(hugging_face_manifest(folder), deadline_s=config.weights.deadline_s)
+    policy = ReferencePolicy(folder, config.policy, channel.sender)
     generator = ReferenceGenerator(
-        config.generator, config.model, config.sampling, stop_token_ids(config.model.folder), receiver
+        folder,
+        config.generator,
+        config.sampling.temperature,
+        stop_token_ids(folder),
+        channel.receivers[0],
     )
     try:
         yield policy, generator
@@ -172,15 +225,21 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
             cluster.start(
-                f"engine {e}", placement.engine_bundle(e), "megatron_grpo.generation.vllm_engine:VllmEngine",
-                (engines, config.model, config.sampling), engine_env(engines, threads),
+                f"engine {e}",
+                placement.engine_bundle(e),
+                "megatron_grpo.generation.vllm_engine:VllmEngine",
+                (engines, config.model, config.sampling),
+                engine_env(engines, threads, gpu=gpu),
             )
             for e in range(engines.engines)
         ]
         rank_members = [
             cluster.start(
-                f"policy rank {r}", r, "megatron_grpo.policy.megatron.backend:MegatronRank",
-                (config.policy, config.model, config.seed, r, world, start_s), rank_env,
+                f"policy rank {r}",
+                r,
+                "megatron_grpo.policy.megatron.backend:MegatronRank",
+                (config.policy, config.model, config.seed, r, world, start_s),
+                rank_env,
             )
             for r in range(world)
         ]

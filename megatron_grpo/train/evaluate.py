@@ -1,4 +1,6 @@
-"""Sampled accuracy on held-out problems, with seeds of its own: training cannot tell that it happened."""
+"""Sampled accuracy on held-out problems, with seeds of its own: training cannot tell that it
+happened.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import numpy as np
 from megatron_grpo.config import EvaluationConfig
 from megatron_grpo.errors import RolloutError
 from megatron_grpo.protocols import Environment, Generator
-from megatron_grpo.types import Completion, GenerationRequest, Int32, Observation, Prompt, Transcript
+from megatron_grpo.types import (
+    Completion,
+    GenerationRequest,
+    Int32,
+    Observation,
+    Prompt,
+    Transcript,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,9 @@ class Evaluator:
             self._report(self.results[-1])
 
     def evaluate(self, version: int) -> Evaluation:
-        """Sample every held-out problem and grade. Problems whose dialogue goes on past one turn are refused."""
+        """Sample every held-out problem and grade. Problems whose dialogue goes on past one turn
+        are refused.
+        """
         prompts = [
             self._environment.prompt("heldout", row)
             for row in range(self._environment.num_prompts("heldout"))
@@ -105,7 +116,9 @@ class Evaluator:
     def _requests(
         self, prompts: list[Prompt], version: int
     ) -> list[tuple[Prompt, GenerationRequest]]:
-        """Requests in problem order. Seeds are the same at every version, so evaluations differ by weights only."""
+        """Requests in problem order. Seeds are the same at every version, so evaluations differ by
+        weights only.
+        """
         return [
             (
                 prompt,

@@ -1,9 +1,10 @@
-"""The one training loop. Everything it calls is a verb of protocols.py; timing and logging sit behind `run.phases`.
+"""The one training loop. Everything it calls is a verb of protocols.py; timing and logging sit
+behind `run.phases`.
 
     groups -> batch -> gradients -> update -> weights to the generator -> records
 
-With `max_staleness: 0` the source waits for `published` before it generates on; with more, it runs ahead by so many
-versions. The loop is the same.
+With `max_staleness: 0` the source waits for `published` before it generates on; with more, it runs
+ahead by so many versions. The loop is the same.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def train(run: Run) -> list[StepRecord]:
 
 
 def publish(run: Run, version: int) -> None:
-    """Bring the policy's weights into the generator, evaluate if it is time, then let the source go on."""
+    """Bring the policy's weights into the generator, evaluate if it is time, then let the source go
+    on.
+    """
     with run.phases("push_weights"):
         push_weights(run.policy, run.generator, version, run.config.weights.deadline_s)
     with run.phases("evaluate"):
@@ -89,13 +92,15 @@ def push_weights(
     wait_for_any([pull], timeout=deadline_s)
     if not pull.done():
         raise WeightExchangeError(
-            "engines", f"did not confirm version {version} within {deadline_s:g} s",
+            "engines",
+            f"did not confirm version {version} within {deadline_s:g} s",
             remedy="see the engines' logs; raise weights.deadline_s for a slow network",
         )
     taken = pull.result()
     if (taken.version, taken.num_tensors) != (version, push.num_tensors):
         raise WeightExchangeError(
-            "engines", f"confirmed version {taken.version} with {taken.num_tensors} tensors, but version "
+            "engines",
+            f"confirmed version {taken.version} with {taken.num_tensors} tensors, but version "
             f"{version} with {push.num_tensors} was sent",
             remedy="this is a fault of the weight channel; report it",
         )

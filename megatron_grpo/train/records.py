@@ -19,7 +19,8 @@ class StepRecord:
         metrics: what the algorithm and the policy report.
         seconds: per phase.
         generated_tokens: sampled by the generator.
-        trained_tokens: prompt and completion tokens that went through the policy, padding not counted.
+        trained_tokens: prompt and completion tokens that went through the policy, padding not
+            counted.
     """
 
     step: int

@@ -17,8 +17,10 @@ from megatron_grpo.train.records import TRAINING_PHASES, StepRecord, rate
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Written to summary.json. Log-probability differences are between trainer and generator, on the same tokens under
-    the same weights (synchronous runs), averaged over all trained tokens of the run."""
+    """Written to summary.json. Log-probability differences are between trainer and generator, on
+    the same tokens under the same weights (synchronous runs), averaged over all trained tokens of
+    the run.
+    """
 
     name: str
     policy_backend: str
@@ -103,7 +105,9 @@ def write_summary(summary: Summary, path: Path) -> None:
 
 
 def print_summary(summary: Summary, console: Console, folder: Path) -> None:
-    table = Table(title=f"{summary.name}: {summary.steps} steps, {summary.layout}", title_style="bold")
+    table = Table(
+        title=f"{summary.name}: {summary.steps} steps, {summary.layout}", title_style="bold"
+    )
     table.add_column("")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
@@ -122,4 +126,6 @@ def print_summary(summary: Summary, console: Console, folder: Path) -> None:
         f"generated {summary.generated_tokens_per_s:.0f} and trained "
         f"{summary.trained_tokens_per_s:.0f} tokens/s; {summary.wall_s:.0f} s in all"
     )
-    console.print(f"everything is in [bold]{folder}[/bold]: summary.json, metrics.jsonl, tensorboard, model")
+    console.print(
+        f"everything is in [bold]{folder}[/bold]: summary.json, metrics.jsonl, tensorboard, model"
+    )

@@ -1,6 +1,7 @@
 """Where processes find each other, without a port that is chosen now and taken later.
 
-The host binds port 0 and keeps it: the number others are told is already ours (no check-then-use race).
+The host binds port 0 and keeps it: the number others are told is already ours (no check-then-use
+race).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def routable_address() -> str:
 
 
 def host_store(deadline_s: float) -> tuple[TCPStore, Rendezvous]:
-    """Open a store on a free port of this machine. The caller keeps it alive as long as anyone uses it."""
+    """Open a store on a free port of this machine. The caller keeps it alive as long as anyone uses
+    it.
+    """
     host = routable_address()
     store = TCPStore(
         host, 0, is_master=True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False

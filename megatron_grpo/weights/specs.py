@@ -12,7 +12,8 @@ from megatron_grpo.weights.rendezvous import Rendezvous
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor as it is sent: Hugging Face name, full shape, dtype after the cast to the engine's.
+    """One tensor as it is sent: Hugging Face name, full shape, dtype after the cast to the
+    engine's.
 
     >>> TensorSpec("model.norm.weight", (64,), "bfloat16").num_bytes
     128

@@ -72,7 +72,9 @@ def test_o1_keys_that_the_chosen_class_ignores_are_refused(write):
 
 
 def test_o1_the_resolved_config_reloads_to_an_equal_object(write):
-    config = load_config(write(), ["policy.optimizer.max_grad_norm=null", "sampling.temperature=0.7"])
+    config = load_config(
+        write(), ["policy.optimizer.max_grad_norm=null", "sampling.temperature=0.7"]
+    )
     assert load_config(write(dump_config(config), "resolved.yaml")) == config
 
 
@@ -111,9 +113,7 @@ def test_o2_numbers_that_look_like_text_stay_text_where_text_is_meant(write):
 
 
 def test_o2_yaml_reads_times_as_text_not_as_base_sixty(write):
-    assert "seed: input should be a valid integer" in refusal(
-        write(MINIMAL + "seed: 12:30\n")
-    )
+    assert "seed: input should be a valid integer" in refusal(write(MINIMAL + "seed: 12:30\n"))
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
@@ -129,7 +129,9 @@ def test_a2_sampling_on_a_smaller_support_than_training_is_refused(write, key, v
 
 def test_g1_rollouts_longer_than_the_engine_holds_are_refused_with_both_numbers(write):
     message = refusal(write(), "sampling.max_new_tokens=800")
-    assert "(rollouts.max_prompt_tokens 512 + sampling.max_new_tokens 800) has 1312 tokens" in message
+    assert (
+        "(rollouts.max_prompt_tokens 512 + sampling.max_new_tokens 800) has 1312 tokens" in message
+    )
     assert "set generator.max_model_tokens to at least 1312" in message
 
 
@@ -166,7 +168,7 @@ def test_a_missing_file_is_one_line_naming_it(tmp_path):
 
 
 def test_an_override_without_a_value_is_refused():
-    with pytest.raises(ConfigError, match="write dotted.key=value"):
+    with pytest.raises(ConfigError, match=r"write dotted\.key=value"):
         parse_override("steps")
 
 

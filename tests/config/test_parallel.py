@@ -42,7 +42,10 @@ def test_experts_must_divide_the_ranks_of_a_stage():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"tensor": 2}, "does not divide the model's 9 attention heads (found 2); use a divisor: 1, 3, 9"),
+        (
+            {"tensor": 2},
+            "does not divide the model's 9 attention heads (found 2); use a divisor: 1, 3, 9",
+        ),
         ({"tensor": 9}, "does not divide the model's 3 key-value heads"),
         ({"pipeline": 4}, "does not divide the model's 30 layers"),
         ({"pipeline": 2, "virtual_pipeline": 4}, "does not divide the model's 30 layers (found 8)"),
@@ -56,5 +59,10 @@ def test_a_layout_that_does_not_divide_the_model_says_what_would(axes, message):
 
 
 def test_layouts_that_fit_smollm2_pass():
-    for axes in ({"tensor": 3}, {"pipeline": 2}, {"pipeline": 3, "virtual_pipeline": 5}, {"data": 7}):
+    for axes in (
+        {"tensor": 3},
+        {"pipeline": 2},
+        {"pipeline": 3, "virtual_pipeline": 5},
+        {"data": 7},
+    ):
         ParallelConfig(**axes).check_model(SMOLLM2_135M)

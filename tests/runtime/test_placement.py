@@ -41,4 +41,6 @@ def test_i1_bundles_of_six_on_nodes_of_four_and_eight_do_not_fit_beside_each_oth
 
 
 def test_a_placement_that_fits_passes():
-    check_placement(plan_placement(4, 1, 4, 1), [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}])
+    check_placement(
+        plan_placement(4, 1, 4, 1), [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}]
+    )
