@@ -153,7 +153,8 @@ class ReferencePolicy:
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
         bounds = microbatch.cu_seqlens.tolist()
-        for start, end, length in zip(bounds, bounds[1:], microbatch.sequence_tokens, strict=True):
+        ends = bounds[1:]
+        for start, end, length in zip(bounds[:-1], ends, microbatch.sequence_tokens, strict=True):
             here = slice(start, start + length)
             with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
                 logits_LV = self.model(
