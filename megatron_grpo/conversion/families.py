@@ -1,0 +1,221 @@
+"""Model families as tables: which config fields mean what, and which tensor goes where.
+
+A family is a `Family` row: the fields it must have, the values it can only have, and flags. Its tensor table follows
+from the flags; the rules themselves are in `rules` and work both ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.config import ModelShape
+from megatron_grpo.conversion.rules import Direct, FusedGateUp, FusedQKV, Vocabulary
+
+LAYER = "decoder.layers.{layer}."
+
+# Transformer Engine folds the norms into the matrix product that follows them.
+CANONICAL_NAMES = MappingProxyType(
+    {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row: what a `model_type` of config.json means.
+
+    Attributes:
+        name: `model_type`.
+        qkv_bias, qk_norm: fixed by the family's code, not written in its config.
+        head_dim_optional: the family divides hidden by heads where the field is absent; else it is required.
+        kv_heads_optional: the family takes num_attention_heads where the field is absent; else it is required.
+    """
+
+    name: str
+    qkv_bias: bool
+    qk_norm: bool
+    head_dim_optional: bool
+    kv_heads_optional: bool
+
+
+FAMILIES = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            Family("llama", False, False, head_dim_optional=True, kv_heads_optional=True),
+            Family("qwen2", True, False, head_dim_optional=True, kv_heads_optional=False),
+            Family("qwen3", False, True, head_dim_optional=False, kv_heads_optional=False),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions. `kind` is "default", "linear" or "llama3"; the rest is used by the kinds that need it.
+
+    Attributes:
+        base: theta.
+        factor: context extension ("linear", "llama3").
+        low_freq_factor, high_freq_factor, original_positions: of "llama3".
+    """
+
+    base: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """[head_dim / 2] fp32 radians per position.
+
+        base^(-2i/d), divided by the factor under "linear"; under "llama3" (Grattafiori et al. 2024, arXiv:2407.21783,
+        section 3.4.3, as published with the weights) long wavelengths are divided by the factor, short ones kept, and
+        those between blended linearly in original_positions / wavelength.
+        """
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / (self.base**exponents)
+        if self.kind == "linear":
+            return frequencies / self.factor
+        if self.kind == "llama3":
+            turns = self.original_positions * frequencies / (2 * math.pi)
+            span = self.high_freq_factor - self.low_freq_factor
+            kept = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
+            return frequencies / self.factor * (1 - kept) + frequencies * kept
+        return frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A dense decoder as config.json describes it; nothing here was guessed.
+
+    Attributes:
+        hidden, ffn_hidden, head_dim: widths.
+        vocab: rows of the embedding, before any padding.
+        norm_eps: of every RMS norm.
+        tied: the head is the embedding.
+        dtype: the checkpoint's, e.g. "bfloat16".
+    """
+
+    family: Family
+    num_layers: int
+    hidden: int
+    ffn_hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    rope: Rope
+    tied: bool
+    dtype: str
+
+    @property
+    def queries_per_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def shape(self) -> ModelShape:
+        """The numbers a parallel layout must divide."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            hidden=self.hidden,
+            ffn_hidden=self.ffn_hidden,
+            vocab=self.vocab,
+        )
+
+    def rules(self) -> tuple[Direct, ...]:
+        """The tensor table; names hold `{layer}`."""
+        return _dense_rules(self)
+
+    def hf_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor of this model, by its Hugging Face name."""
+        module, _, kind = name.rpartition(".")
+        rows, columns = self._matrix(module.rpartition(".")[2])
+        return (rows,) if kind == "bias" or columns is None else (rows, columns)
+
+    def _matrix(self, module: str) -> tuple[int, int | None]:
+        heads, groups = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        table: dict[str, tuple[int, int | None]] = {
+            "embed_tokens": (self.vocab, self.hidden),
+            "lm_head": (self.vocab, self.hidden),
+            "norm": (self.hidden, None),
+            "input_layernorm": (self.hidden, None),
+            "post_attention_layernorm": (self.hidden, None),
+            "q_norm": (self.head_dim, None),
+            "k_norm": (self.head_dim, None),
+            "q_proj": (heads, self.hidden),
+            "k_proj": (groups, self.hidden),
+            "v_proj": (groups, self.hidden),
+            "o_proj": (self.hidden, heads),
+            "gate_proj": (self.ffn_hidden, self.hidden),
+            "up_proj": (self.ffn_hidden, self.hidden),
+            "down_proj": (self.hidden, self.ffn_hidden),
+        }
+        return table[module]
+
+    def hf_names(self) -> Iterator[str]:
+        """Every tensor a checkpoint of this model stores, each once."""
+        for rule in self.rules():
+            if not rule.stored:
+                continue
+            layers = range(self.num_layers) if "{layer}" in rule.megatron else (0,)
+            for layer in layers:
+                yield from (name.format(layer=layer) for name in rule.hf)
+
+    def rule_for(self, megatron_name: str) -> Direct:
+        """Rule of a Megatron parameter name whose layer index was replaced by `{layer}`."""
+        return _by_megatron_name(self)[megatron_name]
+
+
+def _by_megatron_name(spec: ModelSpec) -> Mapping[str, Direct]:
+    return {rule.megatron: rule for rule in spec.rules()}
+
+
+def _dense_rules(spec: ModelSpec) -> tuple[Direct, ...]:
+    hf = "model.layers.{layer}."
+    attention, hf_attention = LAYER + "self_attention.", hf + "self_attn."
+    embedding = "model.embed_tokens.weight"
+    head = embedding if spec.tied else "lm_head.weight"
+    projections = ("q_proj", "k_proj", "v_proj")
+    rules: list[Direct] = [
+        Vocabulary("embedding.word_embeddings.weight", (embedding,), axis=0),
+        Direct(LAYER + "input_layernorm.weight", (hf + "input_layernorm.weight",)),
+        FusedQKV(
+            attention + "linear_qkv.weight",
+            tuple(f"{hf_attention}{p}.weight" for p in projections),
+            axis=0,
+        ),
+    ]
+    if spec.family.qkv_bias:
+        biases = tuple(f"{hf_attention}{p}.bias" for p in projections)
+        rules.append(FusedQKV(attention + "linear_qkv.bias", biases, axis=0))
+    if spec.family.qk_norm:
+        for letter in "qk":
+            name = f"{hf_attention}{letter}_norm.weight"
+            rules.append(Direct(f"{attention}{letter}_layernorm.weight", (name,)))
+    rules += [
+        Direct(attention + "linear_proj.weight", (hf_attention + "o_proj.weight",), axis=1),
+        Direct(LAYER + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
+        FusedGateUp(
+            LAYER + "mlp.linear_fc1.weight",
+            (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"),
+            axis=0,
+        ),
+        Direct(LAYER + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), axis=1),
+        Direct("decoder.final_layernorm.weight", ("model.norm.weight",)),
+        Vocabulary("output_layer.weight", (head,), axis=0, stored=not spec.tied),
+    ]
+    return tuple(rules)

@@ -1,0 +1,243 @@
+"""A Hugging Face checkpoint folder: read tensor by tensor, written shard by shard, never held whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_grpo.conversion.config_json import read_model_spec
+from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SAFETENSORS_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+# Written by old exporters; computed from the config by everyone who reads.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Where a tensor is and what it looks like, without reading it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class HfFolder:
+    """Lazy view of a checkpoint. Opening it reads config.json and the headers only.
+
+    Attributes:
+        path: the folder.
+        spec: its model.
+        headers: tensor name -> Header, exactly the model's tensors.
+
+    Raises:
+        CheckpointError: unreadable, or tensors missing, unexpected, of another shape or dtype, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.spec: ModelSpec = read_model_spec(path / "config.json")
+        found = dict(_read_headers(path))
+        self.headers: Mapping[str, Header] = _checked(found, self.spec, path)
+
+    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
+        """A tensor, or its range [start, stop) along dimension `axis`; only that much is read."""
+        header = self.headers[name]
+        try:
+            with safe_open(header.file, framework="pt") as file:
+                if axis is None:
+                    return file.get_tensor(name)
+                view = file.get_slice(name)
+                return view[start:stop] if axis == 0 else view[:, start:stop]
+        except (OSError, SafetensorError) as error:
+            raise _broken(header.file, error) from error
+
+    @property
+    def side_files(self) -> list[Path]:
+        """Everything a checkpoint needs besides weights: configs, tokenizer, chat template."""
+        return sorted(
+            file
+            for file in self.path.iterdir()
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES)
+        )
+
+
+def _broken(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(str(file), f"cannot be read: {error}", remedy="copy the file again")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise _broken(index, error) from error
+        files = [path / name for name in sorted(names)]
+    else:
+        files = [path / SINGLE]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(
+            str(path),
+            "weight files are missing",
+            found=missing,
+            remedy="copy the whole folder; only safetensors are read",
+        )
+    return files
+
+
+def _read_headers(path: Path) -> Iterator[tuple[str, Header]]:
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    view = opened.get_slice(name)
+                    dtype = view.get_dtype()
+                    if dtype not in _TORCH_DTYPES:
+                        raise CheckpointError(
+                            f"{file}: {name}",
+                            "has a dtype that is not supported",
+                            found=dtype,
+                            remedy=f"use one of {', '.join(_TORCH_DTYPES)}",
+                        )
+                    yield name, Header(file, tuple(view.get_shape()), _TORCH_DTYPES[dtype])
+        except (OSError, SafetensorError) as error:
+            raise _broken(file, error) from error
+
+
+def _checked(found: dict[str, Header], spec: ModelSpec, path: Path) -> Mapping[str, Header]:
+    wanted = list(spec.hf_names())
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(
+            str(path),
+            f"{len(missing)} tensors of the model are missing",
+            found=missing[:4],
+            remedy="config.json (tie_word_embeddings, num_hidden_layers) must match the weights",
+        )
+    allowed = {*wanted, "lm_head.weight"} if spec.tied else set(wanted)
+    extra = [n for n in found if n not in allowed and not n.endswith(_IGNORED_SUFFIXES)]
+    if extra:
+        raise CheckpointError(
+            str(path),
+            f"{len(extra)} tensors do not belong to this {spec.family.name} model",
+            found=sorted(extra)[:4],
+            remedy="config.json must match the weights",
+        )
+    for name in wanted:
+        if found[name].shape != spec.hf_shape(name):
+            raise CheckpointError(
+                f"{path}: {name}",
+                f"has another shape than config.json says, {spec.hf_shape(name)}",
+                found=found[name].shape,
+                remedy="config.json must match the weights",
+            )
+    return {name: found[name] for name in wanted}
+
+
+def write_shard(
+    file: Path,
+    manifest: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+    tensors: Iterator[tuple[str, Tensor]],
+) -> int:
+    """Write one safetensors file, one tensor in memory at a time; returns the bytes of its tensors.
+
+    Args:
+        manifest: name, shape and dtype of everything `tensors` will yield, in order.
+        tensors: the same names; cast to the manifest's dtype here.
+
+    Raises:
+        CheckpointError: the disk, or a stream that is not its manifest.
+    """
+    manifest = list(manifest)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape, dtype in manifest:
+        end = offset + torch.Size(shape).numel() * dtype.itemsize
+        kind = _SAFETENSORS_DTYPES[dtype]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    try:
+        with file.open("wb") as out:
+            out.write(struct.pack("<Q", len(encoded)) + encoded)
+            for (name, shape, dtype), (given, tensor) in zip(manifest, tensors, strict=True):
+                if name != given or tuple(tensor.shape) != shape:
+                    raise CheckpointError(
+                        f"{file}: {name}", "the stream broke its manifest", found=given
+                    )
+                flat = tensor.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
+                out.write(memoryview(flat.numpy()))
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            str(file), f"cannot be written: {error}", remedy="free space or choose another folder"
+        ) from error
+    return offset
+
+
+def begin_folder(target: Path) -> Path:
+    """An empty folder beside `target` to write into; nothing under the final name looks complete until
+    `finish_folder`. The name depends on `target` only, so that all ranks know it."""
+    partial = partial_folder(target)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(str(partial), f"cannot be made: {error}") from error
+    return partial
+
+
+def partial_folder(target: Path) -> Path:
+    """Where the parts of `target` are written until it is whole."""
+    return target.parent / f".{target.name}.partial"
+
+
+def finish_folder(
+    target: Path, shards: Mapping[str, list[str]], total_bytes: int, side_files: Iterable[Path]
+) -> None:
+    """Add index and side files to the partial folder and move it to `target`, replacing what was there.
+
+    Args:
+        shards: file name -> tensor names in it.
+        total_bytes: of all tensors.
+    """
+    partial = partial_folder(target)
+    try:
+        if list(shards) != [SINGLE]:
+            weight_map = {name: file for file, names in shards.items() for name in names}
+            index = {
+                "metadata": {"total_size": total_bytes},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
+            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for file in side_files:
+            shutil.copyfile(file, partial / file.name)
+        old = target.parent / f".{target.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            str(target), f"cannot be written: {error}", remedy="free space or choose another folder"
+        ) from error

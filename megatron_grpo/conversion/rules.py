@@ -1,0 +1,96 @@
+"""How one Megatron parameter relates to the Hugging Face tensors it is made of. One rule, both directions.
+
+Tensor parallelism splits every Hugging Face tensor of a rule along the rule's `axis` into contiguous equal ranges (a
+query group never straddles two ranks), so a rank needs only its own ranges, and `pack`/`unpack` are local:
+
+    HF tensors --cut along axis--> this rank's parts --pack--> Megatron shard
+    HF tensors <--join along axis-- every rank's parts <--unpack-- Megatron shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class HeadLayout(Protocol):
+    """What a rule needs to know of a model: ratios that hold on every rank."""
+
+    @property
+    def queries_per_group(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """One tensor on both sides, under another name.
+
+    Attributes:
+        megatron: name with `{layer}` for the global layer index, e.g. "decoder.layers.{layer}.mlp.linear_fc2.weight".
+        hf: names, again with `{layer}`.
+        axis: dimension that tensor parallelism splits; None when every rank holds the whole.
+        stored: False for a second copy of a tensor that another rule writes (the head of a tied model).
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    axis: int | None = None
+    stored: bool = True
+
+    def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
+        """This rank's parts of the Hugging Face tensors -> its Megatron shard."""
+        return parts[0]
+
+    def unpack(self, shard: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
+        """The inverse of `pack`."""
+        return (shard,)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary(Direct):
+    """Embedding or head: Megatron pads the vocabulary rows, Hugging Face does not.
+
+    The parts are padded ranges; whoever cuts fills the padding with zeros, whoever joins drops it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class FusedQKV(Direct):
+    """Query, key and value in one matrix (or bias).
+
+    Megatron's rows go group by group, [q.. k v | q.. k v | ...], where a group is one key-value head with the query
+    heads that attend to it; Hugging Face has all q, all k, all v. Parts: q [heads * head_dim, ...], k and v
+    [groups * head_dim, ...].
+    """
+
+    def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
+        q, k, v = parts
+        rest = q.shape[1:]
+        q = q.reshape(-1, heads.queries_per_group * heads.head_dim, *rest)
+        k = k.reshape(-1, heads.head_dim, *rest)
+        v = v.reshape(-1, heads.head_dim, *rest)
+        return torch.cat([q, k, v], dim=1).reshape(-1, *rest)
+
+    def unpack(self, shard: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
+        rest = shard.shape[1:]
+        q_rows = heads.queries_per_group * heads.head_dim
+        groups = shard.reshape(-1, q_rows + 2 * heads.head_dim, *rest)
+        parts = groups.split([q_rows, heads.head_dim, heads.head_dim], dim=1)
+        return tuple(part.reshape(-1, *rest) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGateUp(Direct):
+    """Gate and up projection of a gated MLP: each rank holds [its gate rows; its up rows]."""
+
+    def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
+        return torch.cat(list(parts), dim=0)
+
+    def unpack(self, shard: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
+        return tuple(shard.chunk(2, dim=0))

@@ -1,0 +1,154 @@
+"""Packed causal attention and RMS norm for Megatron layers without Transformer Engine, and the zigzag of CP.
+
+Context parallelism cuts every (padded) sequence into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, so
+that all ranks do equal causal work. `zigzag_index` is the only place that knows this: token ids, targets, positions
+and the gathering of results all go through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+# A padded batch of all sequences beats one call per sequence until padding doubles the work (CPU, 64 x 60 tokens:
+# one call 4 times faster).
+_PADDED_BATCH_WASTE = 2.0
+
+
+def zigzag_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
+    """[T / size] positions in the pack that context-parallel `rank` of `size` holds, in its local order.
+
+    >>> zigzag_index(torch.tensor([0, 4, 8]), 2, 0).tolist()
+    [0, 3, 4, 7]
+
+    Args:
+        cu_seqlens: [S + 1] boundaries; every length is a multiple of 2 * size (of 1 when size is 1).
+    """
+    bounds = cu_seqlens.tolist()
+    if size == 1:
+        return torch.arange(bounds[-1])
+    pieces = []
+    for start, stop in zip(bounds[:-1], bounds[1:]):
+        chunk = (stop - start) // (2 * size)
+        for piece in (rank, 2 * size - 1 - rank):
+            pieces.append(torch.arange(start + piece * chunk, start + (piece + 1) * chunk))
+    return torch.cat(pieces)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root mean square norm whose weight says that its gradient is partial under sequence parallelism.
+
+    Megatron's own wrapper of torch.nn.RMSNorm refuses sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention over packed sequences by torch's scaled_dot_product_attention; a drop-in core attention.
+
+    Query [T, heads, d], key and value [T, groups, d] -> [T, heads, d], sequences as in `packed_seq_params`. Under
+    context parallelism T is this rank's zigzag share and keys and values are gathered over the group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.cp_size = config.context_parallel_size
+        self.cp_group = pg_collection.cp if self.cp_size > 1 else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        assert packed_seq_params is not None, "only packed sequences are trained on"
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:])]
+        if self.cp_size > 1:
+            return self._context_parallel(query, key, value, lengths)
+        longest = max(lengths)
+        if len(lengths) > 1 and longest * len(lengths) <= _PADDED_BATCH_WASTE * bounds[-1]:
+            return self._padded(query, key, value, lengths, longest)
+        triples = zip(query.split(lengths), key.split(lengths), value.split(lengths))
+        return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in triples])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B, L, heads, d], [B, M, groups, d] twice -> [B, L, heads, d]; causal when no mask is given."""
+        repeat = q.shape[2] // k.shape[2]
+        if repeat > 1:  # the fast CPU kernel takes equal head counts only
+            k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )
+        return out.transpose(1, 2)
+
+    def _padded(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], longest: int
+    ) -> Tensor:
+        """All sequences as one right-padded batch: causal masking already hides the padding from real tokens."""
+        # Slot of every packed token in the padded batch, row-major.
+        slots = torch.cat(
+            [torch.arange(n) + row * longest for row, n in enumerate(lengths)]
+        ).to(q.device)
+        batch = len(lengths)
+
+        def pad(x: Tensor) -> Tensor:
+            if len(slots) == batch * longest:
+                return x.view(batch, longest, *x.shape[1:])
+            flat = x.new_zeros(batch * longest, *x.shape[1:]).index_copy(0, slots, x)
+            return flat.view(batch, longest, *x.shape[1:])
+
+        out = self._attend(pad(q), pad(k), pad(v)).reshape(batch * longest, *q.shape[1:])
+        return out if len(slots) == batch * longest else out.index_select(0, slots)
+
+    def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+        size, group = self.cp_size, self.cp_group
+        assert group is not None
+        both = gather_from_sequence_parallel_region(
+            torch.cat([k, v], dim=1).contiguous(), tensor_parallel_output_grad=True, group=group
+        )
+        both = both.view(size, k.shape[0], *both.shape[1:])
+        outputs, offset = [], 0
+        for length in lengths:
+            share = length // size
+            bounds = torch.tensor([0, length])
+            held = [zigzag_index(bounds, size, rank) for rank in range(size)]
+            keys, values = both[:, offset : offset + share].flatten(0, 1).chunk(2, dim=1)
+            mask = held[group.rank()][:, None] >= torch.cat(held)[None, :]
+            part = q[offset : offset + share]
+            outputs.append(
+                self._attend(part[None], keys[None], values[None], mask.to(q.device))[0]
+            )
+            offset += share
+        return torch.cat(outputs)
+
+

@@ -1,0 +1,352 @@
+"""One rank of the Megatron policy: the one class others see. SPMD; knows nothing of Ray.
+
+All ranks call the same verb at the same time. A rank that has nothing to contribute still takes part in every
+collective: membership follows the rank's place in the layout, never the data.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from megatron_grpo.batch import BatchShape, MicroBatch
+from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfig
+from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.conversion.hf_folder import HfFolder
+from megatron_grpo.errors import ClusterError, ConfigError, WeightExchangeError
+from megatron_grpo.policy.megatron.device import (
+    choose_transformer_engine,
+    compute_dtype,
+    prepare_device,
+)
+from megatron_grpo.policy.megatron.export import (
+    BoundParameter,
+    bind_parameters,
+    export_folder,
+    gathered_tensors,
+    in_root_group,
+    is_root,
+    load_weights,
+    stored_tensors,
+)
+from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
+from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
+from megatron_grpo.policy.megatron.schedule import Engine, Totals
+from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats, WeightSender
+from megatron_grpo.types import Float32
+from megatron_grpo.weights.collective import CollectiveSender
+from megatron_grpo.weights.rendezvous import Rendezvous, host_store, join_store
+from megatron_grpo.weights.specs import TensorSpec, torch_dtype
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What `start` builds."""
+
+    device: torch.device
+    spec: ModelSpec
+    source: HfFolder
+    wrapped: list[DistributedDataParallel]
+    bound: list[BoundParameter]
+    engine: Engine
+    updater: Updater
+
+
+@dataclass(slots=True)
+class _Channel:
+    store: TCPStore
+    sender: WeightSender | None = None
+
+
+class MegatronRank:
+    """One rank; see protocols.PolicyBackend for what the ranks are together.
+
+    Args:
+        config: of the whole policy.
+        model: the Hugging Face folder that initial weights, tokenizer and side files come from.
+        seed: of the run; weights come from the checkpoint, so it feeds Megatron's generators only.
+        rank: of this process, in [0, world_size).
+        deadline_s: longest wait for another rank in any one collective.
+
+    Raises:
+        ConfigError: world_size is not what the layout needs.
+    """
+
+    def __init__(
+        self,
+        config: MegatronPolicyConfig,
+        model: ModelConfig,
+        seed: int,
+        rank: int,
+        world_size: int,
+        deadline_s: float,
+    ) -> None:
+        if world_size != config.parallel.world_size:
+            raise ConfigError(
+                "policy.parallel",
+                f"{config.parallel.describe()} needs {config.parallel.world_size} ranks",
+                found=world_size,
+                remedy="start as many ranks as the layout has",
+            )
+        self._config = config
+        self._model = model
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._deadline_s = deadline_s
+        self._rendezvous_store: TCPStore | None = None
+        self._parts: _Parts | None = None
+        self._channel: _Channel | None = None
+
+    # Start and end
+
+    def open_rendezvous(self) -> Rendezvous:
+        """Rank 0: open the store that all ranks meet at."""
+        self._rendezvous_store, rendezvous = host_store(self._deadline_s)
+        return rendezvous
+
+    def start(self, rendezvous: Rendezvous) -> None:
+        """Join the other ranks, build this rank's share of the model and load its weights.
+
+        Raises:
+            ConfigError: the layout does not divide the model.
+            CheckpointError: the model folder is incomplete or not supported.
+            ClusterError: another rank did not come within the deadline.
+        """
+        source = HfFolder(self._model.folder)
+        self._config.parallel.check_model(source.spec.shape)
+        device = prepare_device(self._config.threads_per_rank)
+        self._join(rendezvous, device)
+        use_te = choose_transformer_engine(self._config.transformer_engine, device)
+        dtype = compute_dtype(self._config.dtype, device)
+        megatron_config = transformer_config(source.spec, self._config, dtype, use_te)
+        chunks = build_chunks(source.spec, megatron_config, use_te)
+        for chunk in chunks:
+            chunk.to(device=device, dtype=dtype)
+        bound = bind_parameters(chunks, source.spec)
+        load_weights(bound, source)
+        wrapped = wrap_chunks(chunks, self._config)
+        engine = Engine(
+            chunks,
+            wrapped,
+            source.spec,
+            device,
+            self._config.overlap_grad_reduce,
+            self._config.overlap_param_gather,
+        )
+        updater = Updater(wrapped, self._config)
+        updater.zero_grad()
+        self._parts = _Parts(device, source.spec, source, wrapped, bound, engine, updater)
+
+    def _join(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        parallel = self._config.parallel
+        store = PrefixStore("policy", join_store(rendezvous, self._deadline_s))
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=timedelta(seconds=self._deadline_s),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f"policy rank {self._rank}",
+                f"did not meet all {self._world_size} ranks within {self._deadline_s:g} s: {error}",
+                remedy="see the logs of the other ranks",
+            ) from error
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=(
+                parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+            ),
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
+            distributed_timeout_minutes=max(1, math.ceil(self._deadline_s / 60)),
+        )
+        model_parallel_cuda_manual_seed(self._seed)
+
+    def close(self) -> None:
+        """Leave the process groups; safe to call twice, and after a failure."""
+        if self._channel is not None and self._channel.sender is not None:
+            self._channel.sender.close()
+        self._channel = None
+        self._parts = None
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    @property
+    def _started(self) -> _Parts:
+        if self._parts is None:
+            raise ClusterError(
+                f"policy rank {self._rank}", "is not running", remedy="call start first"
+            )
+        return self._parts
+
+    # What the driver asks before the first batch
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        parallel = self._config.parallel
+        return BatchShape(
+            data_parallel=parallel.data,
+            microbatch_tokens=self._config.microbatch_tokens,
+            sequence_multiple=parallel.sequence_multiple,
+            microbatch_multiple=parallel.microbatch_multiple,
+        )
+
+    @property
+    def layout(self) -> str:
+        return self._config.parallel.describe()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica's micro-batches this rank wants."""
+        return parallel_state.get_data_parallel_rank()
+
+    # Training
+
+    def forward_backward(
+        self, microbatches: tuple[MicroBatch, ...], temperature: float, loss: Loss
+    ) -> StepStats:
+        """Add the gradients of this replica's micro-batches. The same StepStats on every rank."""
+        parts = self._started
+        start = time.monotonic()
+        totals = parts.engine.train(microbatches, temperature, loss)
+        return self._reduce(totals, time.monotonic() - start)
+
+    def _reduce(self, totals: Totals, seconds: float) -> StepStats:
+        """Add up the replicas, each counted once, and tell everyone."""
+        speaker = (
+            self._started.engine.last_stage
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+        everyone: list[tuple[Totals | None, float] | None] = [None] * self._world_size
+        dist.all_gather_object(everyone, (totals if speaker else None, seconds))
+        whole, slowest = Totals(0.0, {}, {}), 0.0
+        for entry in everyone:
+            assert entry is not None
+            part, part_s = entry
+            slowest = max(slowest, part_s)
+            if part is not None:
+                whole.add(part)
+        # A statistic that counted nothing (no trained token at all) is 0, not NaN.
+        means = {n: total / count if count else 0.0 for n, (total, count) in whole.sums.items()}
+        return StepStats(whole.loss, means, whole.maxima, slowest)
+
+    def optimizer_step(self) -> UpdateStats:
+        """Sum the gradients over the ranks, clip, update, zero.
+
+        Raises:
+            GrpoError: the gradient norm is not finite.
+        """
+        parts = self._started
+        start = time.monotonic()
+        if parts.engine.needs_sum:
+            parts.updater.sum_gradients()
+        parts.engine.gradients_taken()
+        norm, rate = parts.updater.step()
+        return UpdateStats(norm, rate, time.monotonic() - start)
+
+    def logprobs(
+        self, microbatches: tuple[MicroBatch, ...], temperature: float
+    ) -> list[tuple[int, Float32]]:
+        """(sequence id, [L - 1]) for every real sequence of this replica, on one rank of it; [] on the others."""
+        parts = self._started
+        scored = parts.engine.score(microbatches, temperature)
+        first = (
+            parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+        return [(index, values.float().cpu().numpy()) for index, values in scored if first]
+
+    # Weights out
+
+    def weight_manifest(self, dtype: str) -> tuple[TensorSpec, ...]:
+        """What this rank will push, in order: whole tensors under Hugging Face names; () unless it is a root."""
+        parts = self._started
+        if not is_root():
+            return ()
+        return tuple(
+            TensorSpec(name, shape, dtype) for name, shape in stored_tensors(parts.bound, parts.spec)
+        )
+
+    def open_channel(self) -> Rendezvous | None:
+        """Roots open a store for the weight channel and return its address; None elsewhere."""
+        if not is_root():
+            return None
+        store, rendezvous = host_store(self._deadline_s)
+        self._channel = _Channel(store)
+        return rendezvous
+
+    def connect_weights(self, num_receivers: int, dtype: str, weights: WeightsConfig) -> None:
+        """Roots: join the channel; blocks until all receivers have."""
+        self._weights_dtype = torch_dtype(dtype)
+        if self._channel is None:
+            return
+        device = self._started.device
+        backend = weights.backend
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        self._channel.sender = CollectiveSender(
+            self._channel.store,
+            self.weight_manifest(dtype),
+            num_receivers,
+            backend,
+            weights.bucket_bytes,
+            weights.deadline_s,
+            device if backend == "nccl" else torch.device("cpu"),
+        )
+
+    def push_weights(self, version: int) -> PushReport:
+        """Stream the current weights through the channel; blocks until received."""
+        parts = self._started
+        start = time.monotonic()
+        self._sync_parameters()
+        report = PushReport(version, 0, 0, 0.0)
+        if in_root_group():
+            tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
+            if is_root():
+                report = self._send(version, tensors)
+            for _ in tensors:  # peers of a root take part in its gathers
+                pass
+        return PushReport(
+            version, report.num_tensors, report.sent_bytes, time.monotonic() - start
+        )
+
+    def _send(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> PushReport:
+        if self._channel is None or self._channel.sender is None:
+            raise WeightExchangeError(
+                f"policy rank {self._rank}",
+                "has no weight channel",
+                remedy="call open_channel and connect_weights first",
+            )
+        return self._channel.sender.send(version, tensors)
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint. All ranks return when it is whole, or all raise CheckpointError."""
+        parts = self._started
+        self._sync_parameters()
+        export_folder(parts.bound, parts.source, folder)
+
+    def _sync_parameters(self) -> None:
+        """Finish a parameter gather that was left to overlap with the next forward pass."""
+        if self._config.overlap_param_gather:
+            for chunk in self._started.wrapped:
+                chunk.start_param_sync(force_sync=True)

@@ -1,0 +1,174 @@
+"""The Megatron-Core model of a ModelSpec: every default that matters written out, and one seam for the class.
+
+`DecoderModel` is the seam: a GPTModel whose last stage returns the final hidden states, for the fused head. Another
+model class (HybridModel in newer Megatron-Core) would be given the same two methods here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_grpo.config import MegatronPolicyConfig
+from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.conversion.sharding import padded_vocabulary
+from megatron_grpo.policy.megatron.attention import PackedAttention, RMSNorm
+
+log = logging.getLogger(__name__)
+
+
+class DecoderModel(GPTModel):
+    """A GPTModel without its logits: the last stage returns hidden states after the final norm.
+
+    Output of the last stage: [T / cp (/ tp under sequence parallel), 1, hidden].
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[padded vocabulary / tp, hidden]: the output layer, or the embedding it is tied to."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def transformer_config(
+    spec: ModelSpec, config: MegatronPolicyConfig, dtype: torch.dtype, use_te: bool
+) -> TransformerConfig:
+    """Model and layout as Megatron wants them. Nothing that changes numbers is left to a default."""
+    parallel = config.parallel
+    recompute: dict[str, Any] = {}
+    if config.recompute == "full":
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif config.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden,
+        ffn_hidden_size=spec.ffn_hidden,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        layernorm_epsilon=spec.norm_eps,
+        normalization="RMSNorm",
+        layernorm_zero_centered_gamma=False,
+        qk_layernorm=spec.family.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=spec.family.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        apply_residual_connection_post_layernorm=False,
+        fp32_residual_connection=False,
+        attention_softmax_in_fp32=True,
+        apply_query_key_layer_scaling=False,
+        softmax_scale=None,  # 1 / sqrt(head_dim)
+        rotary_interleaved=False,
+        # Kernels that Transformer Engine or Apex bring; each has a plain equivalent.
+        apply_rope_fusion=use_te,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=False,
+        # Layout.
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.sequence,
+        moe_token_dispatcher_type="alltoall",  # demanded by variable lengths, dense or not
+        variable_seq_lengths=True,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=False,
+        deallocate_pipeline_outputs=True,
+        # Losses arrive already divided by the batch's denominator: gradients are plain sums.
+        calculate_per_token_loss=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,  # every weight comes from the checkpoint
+        use_cpu_initialization=True,
+        **recompute,
+    )
+
+
+def layer_spec(
+    config: TransformerConfig, use_te: bool, chunk: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Transformer Engine's layers, or Megatron's local ones with our norm and packed attention."""
+    if use_te:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = RMSNorm
+    layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+
+
+def build_chunks(
+    spec: ModelSpec, config: TransformerConfig, use_te: bool
+) -> list[DecoderModel]:
+    """This pipeline rank's model chunks (one without virtual pipelining), weights not yet loaded."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    layers = "Transformer Engine" if use_te else "local"
+    log.info("layer implementation: %s (%s)", layers, config.params_dtype)
+    chunks = []
+    for chunk in range(virtual or 1):
+        stage = chunk if virtual else None
+        model = DecoderModel(
+            config=config,
+            transformer_layer_spec=layer_spec(config, use_te, stage),
+            vocab_size=padded_vocabulary(spec.vocab, config.tensor_model_parallel_size),
+            max_sequence_length=spec.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=stage
+            ),
+            parallel_output=True,
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            rotary_percent=1.0,
+            # Replaced below; given so that no default base is ever built.
+            rotary_base=spec.rope.base,  # type: ignore[arg-type]
+            rope_scaling=False,
+            vp_stage=stage,
+        )
+        model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.head_dim)
+        chunks.append(model)
+    return chunks

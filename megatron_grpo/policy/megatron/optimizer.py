@@ -1,0 +1,137 @@
+"""Gradient buffers, AdamW with fp32 masters, and the update of one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import Float16Module
+
+from megatron_grpo.config import MegatronPolicyConfig
+from megatron_grpo.errors import GrpoError
+from megatron_grpo.policy.megatron.model import DecoderModel
+from megatron_grpo.policy.schedules import learning_rate_at
+
+# "No clipping", spelled so that the gradient norm is still computed and reported.
+_NEVER_CLIP = float(torch.finfo(torch.float32).max)
+
+
+def wrap_chunks(
+    chunks: Sequence[DecoderModel], config: MegatronPolicyConfig
+) -> list[DistributedDataParallel]:
+    """Give every chunk fp32 gradient buffers that are summed, not averaged, over data and context ranks."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        use_distributed_optimizer=config.distributed_optimizer,
+        average_in_collective=False,
+        check_for_nan_in_grad=False,  # the norm is checked before every step
+    )
+    wrapped = []
+    for index, model in enumerate(chunks):
+        inner = Float16Module(model.config, model) if model.config.bf16 else model
+        # Only the first chunk's communication is on the critical path.
+        wrapped.append(
+            DistributedDataParallel(model.config, settings, inner, disable_bucketing=index > 0)
+        )
+    return wrapped
+
+
+class Updater:
+    """AdamW over the wrapped chunks: decay on matrices only, rate from `learning_rate_at`, norm checked first.
+
+    Attributes:
+        steps: optimizer steps taken.
+    """
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], config: MegatronPolicyConfig
+    ) -> None:
+        self.steps = 0
+        self._chunks = list(chunks)
+        self._config = config.optimizer
+        optimizer = config.optimizer
+        model_config = self._chunks[0].config
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.learning_rate,
+            min_lr=optimizer.min_learning_rate,
+            weight_decay=optimizer.weight_decay,
+            decoupled_weight_decay=True,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.max_grad_norm or _NEVER_CLIP,
+            bf16=model_config.bf16,
+            params_dtype=model_config.params_dtype,
+            use_distributed_optimizer=config.distributed_optimizer,
+            overlap_param_gather=config.overlap_param_gather,
+            log_num_zeros_in_grad=False,
+        )
+        self.optimizer: ChainedOptimizer = get_megatron_optimizer(
+            settings,
+            self._chunks,  # type: ignore[arg-type]
+            config_overrides=get_standard_config_overrides(settings),
+        )
+        self._use_fused_adam()
+
+    def _use_fused_adam(self) -> None:
+        """torch's fused AdamW: one pass over the state instead of a dozen; the same numbers to rounding."""
+        for part in self.optimizer.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return learning_rate_at(self.steps, self._config)
+
+    def zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def sum_gradients(self) -> None:
+        """Sum what accumulated over replicas, tied copies and sequence-parallel norms. Collective, once per step."""
+        finalize_model_grads(self._chunks)  # type: ignore[arg-type]
+
+    def step(self) -> tuple[float, float]:
+        """Clip, update, zero the gradients; (global gradient norm before clipping, rate that was used).
+
+        Raises:
+            GrpoError: the norm is not finite, on every rank; weights and state are untouched.
+        """
+        rate = self.learning_rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            # Megatron leaves "no decay on norms and biases" to its scheduler, as a multiplier.
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise GrpoError(
+                f"optimizer step {self.steps}",
+                "the gradient norm is not finite; the step was not taken",
+                found=norm,
+                remedy="lower optimizer.learning_rate, or look for extreme rewards or log-probabilities",
+            )
+        self.optimizer.step()
+        self.steps += 1
+        self.zero_grad()
+        return norm, rate
+

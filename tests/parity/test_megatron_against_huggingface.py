@@ -1,0 +1,174 @@
+"""Every layout of the Megatron policy against plain Hugging Face and autograd: one process, no packing, no cutting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron_cases import LENGTHS, Case, RatioLoss, merged, random_sequences, step_case
+from megatron_ranks import one, rank_pool
+from tiny import save_tiny, tiny_model
+
+OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05}
+SEQUENCES = random_sequences(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[Any, Path] = {}
+
+    def get(family: str, tied: bool, layers: int) -> Path:
+        key = (family, tied, layers)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("tiny")
+            made[key] = save_tiny(folder, family, tied=tied, num_hidden_layers=layers)
+        return made[key]
+
+    return get
+
+
+class Oracle:
+    """Loss, gradients and one AdamW step of the Hugging Face model, sequence by sequence."""
+
+    def __init__(self, family: str, tied: bool, layers: int, temperature: float) -> None:
+        self.model = tiny_model(family, tied=tied, num_hidden_layers=layers)
+        self.temperature = temperature
+
+    def logprobs(self, token_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        logits = self.model(ids[None]).logits[0, :-1] / self.temperature
+        all_logprobs = torch.log_softmax(logits, -1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return all_logprobs.gather(-1, ids[1:, None])[:, 0], entropy
+
+    def backward(self, sequences: Any, loss: RatioLoss) -> dict[str, float]:
+        trained = sum(s.num_trained_tokens for s in sequences)
+        total, entropies, chosen = 0.0, [], []
+        for sequence in sequences:
+            logprob, entropy = self.logprobs(sequence.token_ids)
+            mask = torch.from_numpy(sequence.loss_mask[1:])
+            ratio = (logprob - torch.from_numpy(sequence.behavior_logprobs[1:])).exp()
+            per_token = -ratio * torch.from_numpy(sequence.advantages[1:])
+            per_token = per_token - loss.entropy_coefficient * entropy
+            value = per_token[mask].sum() / trained
+            value.backward()
+            total += float(value)
+            entropies.append(entropy[mask].detach())
+            chosen.append(logprob[mask].detach())
+        return {
+            "loss": total,
+            "entropy": float(torch.cat(entropies).mean()),
+            "logprob": float(torch.cat(chosen).mean()),
+            "logprob_max": float(torch.cat(chosen).max()),
+        }
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {
+            name: parameter.grad.numpy().copy()
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def step(self) -> float:
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        adam = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=OPTIMIZER["learning_rate"],
+            betas=(0.9, 0.999),
+            eps=OPTIMIZER["eps"],
+        )
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), OPTIMIZER["max_grad_norm"]
+        )
+        adam.step()
+        return float(norm)
+
+
+def relative(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
+    """Largest |got - want| / max|want| over all tensors; the name sets must be equal."""
+    assert set(got) == set(want)
+    return max(
+        float(np.abs(got[name] - want[name]).max() / (np.abs(want[name]).max() + 1e-12))
+        for name in want
+    )
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP1": {},
+    "TP2": {"tensor": 2},
+    "TP2 SP": {"tensor": 2, "sequence": True},
+    "PP2": {"pipeline": 2},
+    "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "CP2": {"context": 2},
+    "DP2": {"data": 2},
+    "TP2 PP2": {"tensor": 2, "pipeline": 2},
+    "TP2 PP2 SP": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "TP2 PP2 VPP2 SP": {
+        "tensor": 2,
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "sequence": True,
+    },
+    "TP2 CP2 SP": {"tensor": 2, "context": 2, "sequence": True},
+    "PP2 DP2": {"pipeline": 2, "data": 2},
+    "CP2 DP2": {"context": 2, "data": 2},
+}
+
+EVERYWHERE = [
+    (family, tied, layout, 1.0)
+    for family, tied in (("qwen2", True), ("llama", False), ("qwen3", True))
+    for layout in ("TP1", "TP2", "TP2 SP", "PP2", "TP2 PP2 SP")
+]
+ONCE = [
+    ("qwen2", False, "TP2 PP2", 0.7),
+    ("llama", True, "PP2 VPP2", 1.0),
+    ("qwen2", True, "TP2 PP2 VPP2 SP", 0.7),
+    ("qwen3", False, "CP2", 0.7),
+    ("qwen3", True, "TP2 CP2 SP", 1.0),
+    ("llama", True, "DP2", 0.7),
+    ("llama", True, "PP2 DP2", 1.0),
+    ("qwen2", False, "CP2 DP2", 1.0),
+]
+
+
+@pytest.mark.parametrize(("family", "tied", "layout", "temperature"), EVERYWHERE + ONCE)
+def test_loss_gradients_and_one_step_equal_huggingface(
+    folders: Any, tmp_path: Path, family: str, tied: bool, layout: str, temperature: float
+) -> None:
+    parallel = LAYOUTS[layout]
+    layers = 4
+    world = int(np.prod([v for k, v in parallel.items() if k in ("tensor", "pipeline", "context", "data")]))
+    case = Case(
+        folders(family, tied, layers),
+        parallel,
+        SEQUENCES,
+        temperature,
+        policy={"optimizer": OPTIMIZER, "distributed_optimizer": False},
+    )
+    results = rank_pool().run(world, step_case, case, tmp_path)
+    oracle = Oracle(family, tied, layers, temperature)
+    with torch.no_grad():
+        for index, values in (pair for r in results for pair in r["logprobs"]):
+            want = oracle.logprobs(SEQUENCES[index].token_ids)[0].numpy()
+            np.testing.assert_allclose(values, want, atol=1e-4)
+    found = sorted(index for r in results for index, _ in r["logprobs"])
+    assert found == list(range(len(SEQUENCES)))
+    want = oracle.backward(SEQUENCES, case.loss)
+    stats = [r["stats"][0] for r in results]
+    loss = one([s.loss for s in stats])
+    assert loss == pytest.approx(want["loss"], rel=1e-5)
+    assert one([s.means for s in stats])["entropy"] == pytest.approx(want["entropy"], rel=1e-5)
+    assert stats[0].means["logprob"] == pytest.approx(want["logprob"], rel=1e-5)
+    assert stats[0].maxima["logprob"] == pytest.approx(want["logprob_max"], rel=1e-5)
+    assert relative(merged(results, "gradients"), oracle.gradients()) < 1e-5
+    norm = one([r["updates"][0].grad_norm for r in results])
+    assert norm == pytest.approx(oracle.step(), rel=1e-5)
+    assert one([r["updates"][0].learning_rate for r in results]) == 1e-2
+    after = {n: p.detach().numpy() for n, p in oracle.model.named_parameters()}
+    assert relative(merged(results, "weights"), after) < 1e-5
