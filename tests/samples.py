@@ -47,7 +47,7 @@ def make_group(
     vocab: int = 130,
     seed: int = 0,
 ) -> RolloutGroup:
-    """A group with these rewards, and responses of random tokens (2 each unless lengths are given)."""
+    """A group with these rewards, and responses of random tokens: 2 each, or `response_lengths`."""
     random = np.random.default_rng(seed)
     lengths = [2] * len(rewards) if response_lengths is None else list(response_lengths)
     reasons = ["stop"] * len(rewards) if finish_reasons is None else list(finish_reasons)

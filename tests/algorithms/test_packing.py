@@ -36,7 +36,10 @@ def sequence(length: int, trained: int, *, first_id: int = 1, advantage: float =
     )
 
 
-def pack(sequences, shape=BatchShape(), aggregation="token_mean") -> TrainBatch:
+WIDE = BatchShape()
+
+
+def pack(sequences, shape=WIDE, aggregation="token_mean") -> TrainBatch:
     counts = np.array([s.num_trained_tokens for s in sequences], np.int64)
     weights = token_weights(counts, aggregation)
     return make_train_batch(sequences, shape, token_weight_S=weights, temperature=1.0, metrics={})
@@ -157,7 +160,7 @@ def test_tokens_are_balanced_over_replicas():
 
 
 def test_a_tight_packing_is_kept_where_levelling_would_overflow():
-    # Two bins of 12 hold [6, 6] and [4, 4, 4] only; longest into emptiest would give 6 + 4 + 4 = 14.
+    # Two bins of 12 hold [6, 6] and [4, 4, 4]; longest into emptiest gives 6 + 4 + 4 = 14.
     plan = plan_microbatches([6, 6, 4, 4, 4], BatchShape(microbatch_tokens=12))
     assert plan == [[[0, 1], [2, 3, 4]]]
 

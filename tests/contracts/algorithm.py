@@ -28,7 +28,7 @@ def microbatches_of(batch: TrainBatch) -> list[MicroBatch]:
 
 
 def loss_and_gradient(algorithm: Algorithm, batch: TrainBatch) -> tuple[float, Tensor]:
-    """Loss of a model whose log-probability of a token is a table entry, and the table's gradient."""
+    """Of a model whose log-probability of a token is an entry of a table; the table's gradient."""
     random = torch.Generator().manual_seed(3)
     table = -4 * torch.rand(VOCAB, generator=random, dtype=torch.float64)
     table.requires_grad_()

@@ -1,7 +1,7 @@
 """What every protocols.PolicyBackend must do, held against plain Hugging Face and autograd.
 
-Subclass it, name the class Test..., and give the fixtures `folder` (the tiny checkpoint the policy was
-made from), `policy` (made once per class, with OPTIMIZER and a small micro-batch), and `take_push`.
+Subclass it, name the class Test..., and give the fixtures `folder` (the tiny checkpoint the policy
+was made from), `policy` (made once per class, with OPTIMIZER and a small micro-batch), `take_push`.
 Each test starts from the weights and optimizer state the policy was born with.
 """
 
