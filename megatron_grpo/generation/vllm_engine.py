@@ -1,0 +1,362 @@
+"""One vLLM engine: ids in, ids, log-probabilities and weight versions out. No Ray here.
+
+    submit --> [ vLLM engine, stepped only inside `collect` ] --> collect
+                       ^ pull_weights, between steps
+
+Everything a checkpoint could change about sampling is set here in full: its generation_config.json is
+not read, stop tokens are ours, and each request carries every sampling parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from megatron_grpo.config import ModelConfig, SamplingConfig, VllmGeneratorConfig, WeightsConfig
+from megatron_grpo.devices import resolve_dtype
+from megatron_grpo.errors import RolloutError, WeightExchangeError
+from megatron_grpo.generation.stopping import stop_token_ids
+from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION, plain_senders
+from megatron_grpo.protocols import PullReport
+from megatron_grpo.types import Completion, FinishReason, GenerationRequest
+from megatron_grpo.weights.manifest import check_manifest
+from megatron_grpo.weights.specs import SenderSpec
+
+CPU_KV_CACHE_BYTES = 512 << 20
+# vLLM's own default on a CPU is 128, so that prompts shorter than that would share nothing; its CPU
+# attention wants a multiple of 32.
+CPU_BLOCK_TOKENS = 32
+CPU_BATCH_TOKENS = 4096
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VllmEngine:
+    """A vLLM engine of `config.tensor` workers.
+
+    In the process that makes it, the variables of `engine_env` must be set before vLLM is imported.
+    Not thread-safe: one call at a time.
+
+    Raises:
+        CheckpointError: the model folder names no stop token.
+    """
+
+    def __init__(
+        self, config: VllmGeneratorConfig, model: ModelConfig, sampling: SamplingConfig
+    ) -> None:
+        self._config = config
+        self._folder = model.folder
+        self._sampling = sampling
+        self._stop_ids = list(stop_token_ids(model.folder))
+        self._cpu = current_platform.is_cpu()
+        self._dtype = resolve_dtype(config.dtype, gpu=not self._cpu)
+        self._engine = LLMEngine.from_engine_args(self._engine_args())
+        if self._cpu:
+            self._engine.collective_rpc("use_inversion_sampler")
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+        self._version = -1
+        self._requests: dict[str, GenerationRequest] = {}
+        self._finished: list[Completion] = []
+        self._senders: tuple[SenderSpec, ...] = ()
+        self._broken: WeightExchangeError | None = None
+
+    def _engine_args(self) -> EngineArgs:
+        config = self._config
+        arguments = EngineArgs(
+            model=str(self._folder),
+            skip_tokenizer_init=True,
+            dtype=self._dtype,  # pyright: ignore[reportArgumentType]
+            seed=0,
+            max_model_len=config.max_model_tokens,
+            max_num_seqs=config.max_concurrent,
+            tensor_parallel_size=config.tensor,
+            gpu_memory_utilization=config.gpu_memory_fraction,
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+            worker_extension_cls=EXTENSION,
+            weight_transfer_config={"backend": BACKEND},  # pyright: ignore[reportArgumentType]
+        )
+        if config.tensor > 1:
+            arguments.distributed_executor_backend = "mp"
+        if self._cpu:
+            # It overrides kv_cache_memory_bytes, in whole GiB.
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+            arguments.kv_cache_memory_bytes = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
+            arguments.enforce_eager = True
+            arguments.block_size = CPU_BLOCK_TOKENS
+            # A prompt cut over two steps is sampled from after the first and the sample thrown away;
+            # vLLM then winds the request's generator back, which a CPU generator cannot do.
+            arguments.enable_chunked_prefill = False
+            arguments.max_num_batched_tokens = max(CPU_BATCH_TOKENS, config.max_model_tokens)
+        return arguments
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use, -1 before the first pull."""
+        return self._version
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids that have not come out of `collect` yet, oldest first."""
+        return [*(c.request_id for c in self._finished), *self._requests]
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue all requests, or none if one of them is not valid.
+
+        A budget that does not fit after the prompt is cut to what fits (the completion then ends with
+        "length").
+
+        Raises:
+            RolloutError: no weights pulled yet, an id in flight, a prompt that leaves no room for one
+                token or holds an id outside the vocabulary, or a budget below 1.
+        """
+        self._check_usable()
+        if self._version < 0:
+            raise RolloutError(
+                "generator",
+                "has no weights of the policy yet",
+                found=self._version,
+                remedy="push version 0 before the first request: tokens of unknown weights cannot be "
+                "trained on",
+            )
+        taken = set(self.in_flight)
+        for request in requests:
+            self._check_request(request, taken)
+            taken.add(request.request_id)
+        for request in requests:
+            prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+            self._engine.add_request(request.request_id, prompt, self._parameters(request))
+            self._requests[request.request_id] = request
+
+    def collect(self, slice_s: float) -> list[Completion]:
+        """Step until at least one request has finished or the slice is over, then what has finished.
+
+        An empty list means: none yet, or nothing is in flight.
+        """
+        self._check_usable()
+        until = time.monotonic() + slice_s
+        while not self._finished and self._requests and time.monotonic() < until:
+            for output in self._engine.step():
+                if isinstance(output, RequestOutput) and output.finished:
+                    self._finish(output.request_id, output.outputs[0])
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop requests; what they have so far, possibly nothing, comes out of `collect`.
+
+        Ids that are not running (any more) are passed over.
+        """
+        processor = self._engine.output_processor
+        for request_id in request_ids:
+            if request_id not in self._requests:
+                continue
+            # vLLM hands the last output of an aborted request only to a queue, where there is one.
+            queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request_id)
+            for internal_id in processor.external_req_ids[request_id]:
+                processor.request_states[internal_id].queue = queue
+            self._engine.abort_request([request_id])
+            output = queue.get_nowait()
+            if not isinstance(output, RequestOutput):
+                raise RolloutError(
+                    f"request {request_id}", "was aborted without an output", found=output
+                )
+            self._finish(request_id, output.outputs[0])
+
+    def connect_weights(
+        self,
+        senders: tuple[SenderSpec, ...],
+        first_receiver: int,
+        num_receivers: int,
+        weights: WeightsConfig,
+        backend: str,
+    ) -> None:
+        """Join every sender's group; blocks until all receivers have.
+
+        Args:
+            first_receiver: index of this engine's first worker among all engines' workers.
+            num_receivers: workers of all engines.
+            backend: "gloo" or "nccl".
+
+        Raises:
+            WeightExchangeError: the manifests together are not this model in this dtype, or
+                somebody did not join within weights.deadline_s.
+        """
+        check_manifest(senders, self._folder, self._dtype)
+        init_info = {
+            "senders": plain_senders(senders),
+            "first_receiver": first_receiver,
+            "num_receivers": num_receivers,
+            "backend": backend,
+            "bucket_bytes": weights.bucket_bytes,
+            "deadline_s": weights.deadline_s,
+        }
+        self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
+        self._senders = senders
+
+    def pull_weights(self, version: int) -> PullReport:
+        """Take the weights that are pushed under `version`; blocks until they are in use.
+
+        Requests in flight go on under the new weights: their keys and values are computed again, as
+        is every cached prefix.
+
+        Raises:
+            WeightExchangeError: they did not arrive whole; the engine refuses all work from then on.
+        """
+        self._check_usable()
+        start = time.monotonic()
+        rpc = self._engine.collective_rpc
+        try:
+            rpc("start_weight_update")
+            rpc("update_weights", kwargs={"update_info": {"version": version}})
+            rpc("finish_weight_update")
+        except Exception as error:
+            self._broken = WeightExchangeError(
+                f"engine, pull of version {version}",
+                f"failed, and half of it may be in place: {error}",
+                remedy="start the run again from its last checkpoint",
+            )
+            raise self._broken from error
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.set_weight_version(str(version))
+        self._version = version
+        specs = [spec for sender in self._senders for spec in sender.manifest]
+        received = sum(spec.num_bytes for spec in specs)
+        return PullReport(version, len(specs), received, time.monotonic() - start)
+
+    def close(self) -> None:
+        """Leave the weight channel and end the engine's own processes, if it has any."""
+        self._engine.collective_rpc("shutdown_weight_transfer_engine")
+        self._engine.engine_core.shutdown()
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _check_request(self, request: GenerationRequest, taken: set[str]) -> None:
+        where = f"request {request.request_id}"
+        if request.request_id in taken:
+            raise RolloutError(
+                where, "is in flight already", remedy="give every request its own id"
+            )
+        limit = self._config.max_model_tokens
+        if not 1 <= len(request.prompt_ids) < limit:
+            raise RolloutError(
+                where,
+                f"a prompt must have 1 to {limit - 1} tokens, so that one more fits",
+                found=len(request.prompt_ids),
+                remedy="shorten it, or raise generator.max_model_tokens",
+            )
+        low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+        if low < 0 or high >= self._vocab_size:
+            raise RolloutError(
+                where,
+                f"holds a token id outside the model's vocabulary of {self._vocab_size}",
+                found=low if low < 0 else high,
+                remedy="use the tokenizer of the same checkpoint",
+            )
+        if request.max_new_tokens < 1:
+            raise RolloutError(where, "needs a budget of at least 1", found=request.max_new_tokens)
+
+    def _parameters(self, request: GenerationRequest) -> SamplingParams:
+        """Every parameter that could change what is drawn, spelled out."""
+        sampling = self._sampling
+        room = self._config.max_model_tokens - len(request.prompt_ids)
+        return SamplingParams(
+            n=1,
+            temperature=0.0 if request.greedy else sampling.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            seed=request.seed,
+            stop_token_ids=self._stop_ids,
+            ignore_eos=True,  # the list above is the whole rule
+            max_tokens=min(request.max_new_tokens, room),
+            min_tokens=0,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _finish(self, request_id: str, output: CompletionOutput) -> None:
+        self._finished.append(completion(request_id, output))
+        del self._requests[request_id]
+
+
+def completion(request_id: str, output: CompletionOutput) -> Completion:
+    """Our type from vLLM's, refusing what cannot be trained on.
+
+    Raises:
+        RolloutError: a token without a finite log-probability or without a weight version.
+    """
+    token_ids = np.array(output.token_ids, np.int32)
+    return Completion(
+        request_id,
+        token_ids,
+        sampled_logprobs(request_id, output),
+        _versions(request_id, output, len(token_ids)),
+        _finish_reason(request_id, output),
+    )
+
+
+def sampled_logprobs(request_id: str, output: CompletionOutput) -> np.ndarray:
+    """[N] float32: of the sampled ids, looked up by id; entries of other candidates are ignored."""
+    found = output.logprobs or []
+    if len(found) != len(output.token_ids):
+        raise RolloutError(
+            f"request {request_id}",
+            f"has {len(output.token_ids)} tokens but log-probabilities for {len(found)}",
+            remedy="this is a fault of the engine; without them nothing could be trained",
+        )
+    values = np.empty(len(found), np.float32)
+    for position, (token_id, candidates) in enumerate(zip(output.token_ids, found, strict=True)):
+        entry = candidates.get(token_id)
+        logprob = None if entry is None else entry.logprob
+        if logprob is None or not math.isfinite(logprob):
+            raise RolloutError(
+                f"request {request_id}",
+                f"token {position} (id {token_id}) has no finite log-probability",
+                found=logprob,
+                remedy="the weights may hold NaN; see the step before",
+            )
+        values[position] = logprob
+    return values
+
+
+def _versions(request_id: str, output: CompletionOutput, num_tokens: int) -> np.ndarray:
+    """[N] int32 from vLLM's spans of tokens sampled under one version."""
+    versions = np.full(num_tokens, -1, np.int32)
+    for span in output.weight_versions or []:
+        versions[span.start : span.end] = int(span.version)
+    if bool((versions < 0).any()):
+        raise RolloutError(
+            f"request {request_id}",
+            "has tokens without a weight version",
+            found=[(span.version, span.start, span.end) for span in output.weight_versions or []],
+            remedy="this is a fault of the engine; such tokens are refused as training data",
+        )
+    return versions
+
+
+def _finish_reason(request_id: str, output: CompletionOutput) -> FinishReason:
+    reason = _FINISH.get(output.finish_reason)
+    if reason is None:
+        raise RolloutError(
+            f"request {request_id}", "ended for an unknown reason", found=output.finish_reason
+        )
+    return reason

@@ -1,0 +1,191 @@
+"""The part of ours that runs inside every vLLM worker: it receives weights and loads them in place.
+
+vLLM imports this module in each worker, before the model is loaded, because the engine names
+`WorkerExtension` as its extension class; importing it registers the transfer backend. One push is
+
+    start_weight_update    parameters go to the meta device
+    update_weights         CollectiveReceiver -> the model's own loaders, layer by layer
+    finish_weight_update   kernels' packed copies are renewed; incomplete layers are an error
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from megatron_grpo.errors import WeightExchangeError
+from megatron_grpo.generation.vllm_sampler import InversionSampler
+from megatron_grpo.weights.collective import CollectiveReceiver
+from megatron_grpo.weights.rendezvous import Rendezvous
+from megatron_grpo.weights.specs import SenderSpec, TensorSpec
+
+BACKEND = "megatron_grpo"
+EXTENSION = "megatron_grpo.generation.vllm_worker.WorkerExtension"
+
+# (host, port, [(name, shape, dtype)]): a SenderSpec as plain data, which vLLM's own messages between
+# its processes can carry.
+PlainSender = tuple[str, int, list[tuple[str, list[int], str]]]
+
+
+def plain_senders(senders: tuple[SenderSpec, ...]) -> list[PlainSender]:
+    return [
+        (
+            sender.rendezvous.host,
+            sender.rendezvous.port,
+            [(spec.name, list(spec.shape), spec.dtype) for spec in sender.manifest],
+        )
+        for sender in senders
+    ]
+
+
+def sender_specs(plain: list[PlainSender]) -> tuple[SenderSpec, ...]:
+    """The inverse of `plain_senders`.
+
+    >>> spec = SenderSpec(Rendezvous("h", 1), (TensorSpec("a", (2, 3), "float32"),))
+    >>> sender_specs(plain_senders((spec,))) == (spec,)
+    True
+    """
+    return tuple(
+        SenderSpec(
+            Rendezvous(host, port),
+            tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in manifest),
+        )
+        for host, port, manifest in plain
+    )
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    senders: list[PlainSender]
+    first_receiver: int
+    num_receivers: int
+    backend: str
+    bucket_bytes: int
+    deadline_s: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    version: int
+
+
+class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's interface for weight updates, over our receiver."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    receiver: CollectiveReceiver | None = None
+
+    @property
+    def _tied(self) -> bool:
+        return self.model_config.hf_text_config.tie_word_embeddings
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        on_gpu = init_info.backend == "nccl"
+        self.receiver = CollectiveReceiver(
+            sender_specs(init_info.senders),
+            init_info.first_receiver + self.parallel_config.rank,
+            init_info.num_receivers,
+            init_info.backend,
+            init_info.bucket_bytes,
+            init_info.deadline_s,
+            self.device if on_gpu else torch.device("cpu"),
+        )
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self.receiver is None:
+            raise WeightExchangeError(
+                "engine worker", "has no weight channel", remedy="call connect_weights first"
+            )
+        stream = self.receiver.receive(update_info.version)
+        try:
+            self.model.load_weights(stream)
+            untaken = next(stream, None)
+            if untaken is not None:
+                raise WeightExchangeError(
+                    f"tensor {untaken[0]}",
+                    "was sent but the engine's model stopped loading before it",
+                )
+            _check_complete(self.model, self._tied)
+        except (
+            BaseException
+        ) as error:  # told to senders and other engines, who would otherwise wait
+            self.receiver.fail(f"engine worker {self.parallel_config.rank}: {error}")
+            raise
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu" and self._tied:
+            _repack_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+
+def _check_complete(model: nn.Module, tied: bool) -> None:
+    """Every layer has got all its elements; otherwise finishing would fill the rest with garbage.
+
+    A layer that got all of them is reset by vLLM and no longer `can_load`.
+    """
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        parameters, _ = info.restore_metadata  # buffers are computed, not sent
+        wanted = sum(parameter.numel() for parameter in parameters.values())
+        if isinstance(layer, VocabParallelEmbedding):
+            if tied and isinstance(layer, ParallelLMHead):
+                continue
+            # vLLM pads the vocabulary; no checkpoint has the padding.
+            wanted = layer.shard_indices.num_org_elements * layer.embedding_dim
+        if info.load_numel < wanted:
+            raise WeightExchangeError(
+                f"layer {name}",
+                f"{wanted - info.load_numel} of {wanted} elements did not arrive",
+                remedy="the policy must send every tensor of the checkpoint",
+            )
+
+
+def _repack_tied_head(model: nn.Module) -> None:
+    """On a CPU each layer keeps a packed copy of its weight, and a reload renews it for the layers that
+    got tensors. A tied head gets none of its own, and would go on with the old weights."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class: methods that the engine calls by name on every worker."""
+
+    model_runner: GPUModelRunner
+
+    def use_inversion_sampler(self) -> None:
+        self.model_runner.sampler = InversionSampler()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, CollectiveTransfer)
