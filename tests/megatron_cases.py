@@ -1,4 +1,6 @@
-"""What the ranks of `megatron_ranks` run: a MegatronRank on one batch, and its results as numpy arrays."""
+"""What the ranks of `megatron_ranks` run: a MegatronRank on one batch, and its results as numpy
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class RatioLoss:
-    """A loss with everything a real one has: ratios, advantages, entropy, per-token weights, statistics."""
+    """A loss with everything a real one has: ratios, advantages, entropy, per-token weights,
+    statistics.
+    """
 
     entropy_coefficient: float = 0.01
 
@@ -120,9 +124,7 @@ LENGTHS = [(4, 6), (3, 12), (9, 2), (2, 1), (5, 13), (7, 4), (2, 9)]
 @contextmanager
 def running(rank: int, world: int, case: Case, folder: Path) -> Iterator[MegatronRank]:
     """A started MegatronRank. `folder` is where rank 0 leaves its address for the others."""
-    policy = MegatronRank(
-        case.config, ModelConfig(path=case.folder), 1, rank, world, DEADLINE_S
-    )
+    policy = MegatronRank(case.config, ModelConfig(path=case.folder), 1, rank, world, DEADLINE_S)
     address = folder / "rendezvous"
     if rank == 0:
         opened = policy.open_rendezvous()

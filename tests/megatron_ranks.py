@@ -28,7 +28,9 @@ def rank_pool() -> RankPool:
 
 
 class RankPool:
-    """`run` calls a function on the first `world` processes, as function(rank, world, rendezvous, *args)."""
+    """`run` calls a function on the first `world` processes, as function(rank, world, rendezvous,
+    *args).
+    """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -36,7 +38,9 @@ class RankPool:
         self._results: Any = context.Queue()
         self._case = 0
         self._processes = [
-            context.Process(target=_serve, args=(rank, self._tasks[rank], self._results), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, self._tasks[rank], self._results), daemon=True
+            )
             for rank in range(RANKS)
         ]
         for process in self._processes:
@@ -45,7 +49,9 @@ class RankPool:
             self._results.get(timeout=START_S)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results in rank order. A rank that raises, dies or is late fails the test with its traceback."""
+        """Results in rank order. A rank that raises, dies or is late fails the test with its
+        traceback.
+        """
         self._case += 1
         for rank in range(world):
             self._tasks[rank].put((self._case, function, world, args))
@@ -54,7 +60,9 @@ class RankPool:
         until = time.monotonic() + CASE_S + 30
         while len(results) + len(failures) < world:
             try:
-                case, rank, error, value = self._results.get(timeout=max(0.1, until - time.monotonic()))
+                case, rank, error, value = self._results.get(
+                    timeout=max(0.1, until - time.monotonic())
+                )
             except queue.Empty:
                 late = sorted(set(range(world)) - set(results))
                 raise AssertionError(

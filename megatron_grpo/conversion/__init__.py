@@ -1,1 +1,3 @@
-"""Hugging Face <-> Megatron: tables of typed rules used in both directions; torch and safetensors only."""
+"""Hugging Face <-> Megatron: tables of typed rules used in both directions; torch and safetensors
+only.
+"""

@@ -16,12 +16,13 @@ from megatron_grpo.errors import CheckpointError
 # Fields that say nothing about the mathematics of a forward pass with given weights.
 _HARMLESS = frozenset(
     """
-    _name_or_path architectures auto_map bos_token_id eos_token_id pad_token_id decoder_start_token_id
-    initializer_range is_llama_config model_type task_specific_params tokenizer_class transformers.js_config
-    transformers_version unk_token_id unsloth_fixed use_cache max_window_layers output_attentions
-    output_hidden_states return_dict return_dict_in_generate num_return_sequences
-    chunk_size_feed_forward id2label label2id problem_type is_decoder is_encoder_decoder
-    """.split()
+    _name_or_path architectures auto_map bos_token_id eos_token_id pad_token_id
+    decoder_start_token_id initializer_range is_llama_config model_type task_specific_params
+    tokenizer_class transformers.js_config transformers_version unk_token_id unsloth_fixed
+    use_cache max_window_layers output_attentions output_hidden_states return_dict
+    return_dict_in_generate num_return_sequences chunk_size_feed_forward id2label label2id
+    problem_type is_decoder is_encoder_decoder
+    """.split()  # noqa: SIM905 (a list of words reads better)
 )
 
 # Fields that may stand there, but only with the value under which they change nothing.
@@ -42,10 +43,10 @@ _ONLY: Mapping[str, tuple[Value, ...]] = {
 
 _READ = frozenset(
     """
-    dtype torch_dtype head_dim hidden_size intermediate_size layer_types max_position_embeddings
-    num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta
-    tie_word_embeddings vocab_size
-    """.split()
+    dtype torch_dtype head_dim hidden_size intermediate_size layer_types
+    max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
+    rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size
+    """.split()  # noqa: SIM905 (a list of words reads better)
 )
 
 _ROPE_FIELDS = {
@@ -64,13 +65,16 @@ def read_model_spec(path: Path) -> ModelSpec:
     """Read `path`, a config.json.
 
     Raises:
-        CheckpointError: not readable, a family or a field we do not support, or a missing field, by name.
+        CheckpointError: not readable, a family or a field we do not support, or a missing field,
+            by name.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            str(path), f"cannot be read: {error}", remedy="point model.path at a Hugging Face folder"
+            str(path),
+            f"cannot be read: {error}",
+            remedy="point model.path at a Hugging Face folder",
         ) from error
     if not isinstance(fields, dict):
         raise CheckpointError(str(path), "must be a JSON object", found=type(fields).__name__)
@@ -118,7 +122,9 @@ class _Reader:
         self.fields = fields
         self.where = where
 
-    def error(self, name: str, problem: str, found: Value = None, remedy: str = "") -> CheckpointError:
+    def error(
+        self, name: str, problem: str, found: Value = None, remedy: str = ""
+    ) -> CheckpointError:
         return CheckpointError(f"{self.where}: {name}", problem, found=found, remedy=remedy)
 
     def missing(self, name: str) -> bool:
@@ -155,10 +161,14 @@ def _family(reader: _Reader) -> Family:
 def _refuse_unknown(reader: _Reader) -> None:
     for name, value in reader.fields.items():
         if name in _ONLY:
-            sliding_off = name == "sliding_window" and reader.fields.get("use_sliding_window") is False
+            sliding_off = (
+                name == "sliding_window" and reader.fields.get("use_sliding_window") is False
+            )
             if value not in _ONLY[name] and value is not None and not sliding_off:
                 allowed = " or ".join(str(v) for v in _ONLY[name])
-                raise reader.error(name, "changes the mathematics", value, f"only {allowed} is supported")
+                raise reader.error(
+                    name, "changes the mathematics", value, f"only {allowed} is supported"
+                )
         elif name not in _HARMLESS and name not in _READ and value is not None:
             raise reader.error(
                 name,
@@ -168,7 +178,9 @@ def _refuse_unknown(reader: _Reader) -> None:
             )
     kinds = reader.fields.get("layer_types")
     if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
-        raise reader.error("layer_types", "only full_attention is supported", sorted(map(str, kinds)))
+        raise reader.error(
+            "layer_types", "only full_attention is supported", sorted(map(str, kinds))
+        )
 
 
 def _divide(reader: _Reader, name: str, whole: int, by: int) -> int:
@@ -186,7 +198,9 @@ def _rope(reader: _Reader) -> Rope:
             raise reader.error(name, "must be an object", value)
     new = dict(nested) if isinstance(nested, dict) else {}
     old = dict(scaling) if isinstance(scaling, dict) else {}
-    spelled = [v for v in (reader.fields.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))]
+    spelled = [
+        v for v in (reader.fields.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
+    ]
     bases = {float(v) for v in spelled if isinstance(v, int | float)}
     if not bases:
         raise reader.error(
@@ -198,7 +212,9 @@ def _rope(reader: _Reader) -> Rope:
         raise reader.error("rope_theta", "is given twice with different values", sorted(bases))
     given = [_rope_kind(reader, part) for part in (new, old) if part]
     if len(given) == 2 and given[0] != given[1]:
-        raise reader.error("rope_parameters", "disagrees with rope_scaling", [str(g) for g in given])
+        raise reader.error(
+            "rope_parameters", "disagrees with rope_scaling", [str(g) for g in given]
+        )
     kind, values = given[0] if given else ("default", {})
     base = bases.pop()
     if kind == "default":

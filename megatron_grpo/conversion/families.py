@@ -1,7 +1,7 @@
 """Model families as tables: which config fields mean what, and which tensor goes where.
 
-A family is a `Family` row: the fields it must have, the values it can only have, and flags. Its tensor table follows
-from the flags; the rules themselves are in `rules` and work both ways.
+A family is a `Family` row: the fields it must have, the values it can only have, and flags. Its
+tensor table follows from the flags; the rules themselves are in `rules` and work both ways.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Family:
     Attributes:
         name: `model_type`.
         qkv_bias, qk_norm: fixed by the family's code, not written in its config.
-        head_dim_optional: the family divides hidden by heads where the field is absent; else it is required.
-        kv_heads_optional: the family takes num_attention_heads where the field is absent; else it is required.
+        head_dim_optional: the family divides hidden by heads where the field is absent; else it
+            is required.
+        kv_heads_optional: the family takes num_attention_heads where the field is absent; else
+            it is required.
     """
 
     name: str
@@ -60,7 +62,8 @@ FAMILIES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions. `kind` is "default", "linear" or "llama3"; the rest is used by the kinds that need it.
+    """Rotary positions. `kind` is "default", "linear" or "llama3"; the rest is used by the kinds
+    that need it.
 
     Attributes:
         base: theta.
@@ -78,9 +81,10 @@ class Rope:
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """[head_dim / 2] fp32 radians per position.
 
-        base^(-2i/d), divided by the factor under "linear"; under "llama3" (Grattafiori et al. 2024, arXiv:2407.21783,
-        section 3.4.3, as published with the weights) long wavelengths are divided by the factor, short ones kept, and
-        those between blended linearly in original_positions / wavelength.
+        base^(-2i/d), divided by the factor under "linear"; under "llama3" (Grattafiori et al.
+        2024, arXiv:2407.21783, section 3.4.3, as published with the weights) long wavelengths
+        are divided by the factor, short ones kept, and those between blended linearly in
+        original_positions / wavelength.
         """
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = 1.0 / (self.base**exponents)

@@ -1,4 +1,6 @@
-"""A Hugging Face checkpoint folder: read tensor by tensor, written shard by shard, never held whole."""
+"""A Hugging Face checkpoint folder: read tensor by tensor, written shard by shard, never held
+whole.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class HfFolder:
         headers: tensor name -> Header, exactly the model's tensors.
 
     Raises:
-        CheckpointError: unreadable, or tensors missing, unexpected, of another shape or dtype, by name.
+        CheckpointError: unreadable, or tensors missing, unexpected, of another shape or dtype,
+            by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -195,8 +198,9 @@ def write_shard(
 
 
 def begin_folder(target: Path) -> Path:
-    """An empty folder beside `target` to write into; nothing under the final name looks complete until
-    `finish_folder`. The name depends on `target` only, so that all ranks know it."""
+    """An empty folder beside `target` to write into; nothing under the final name looks complete
+    until `finish_folder`. The name depends on `target` only, so that all ranks know it.
+    """
     partial = partial_folder(target)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -214,7 +218,8 @@ def partial_folder(target: Path) -> Path:
 def finish_folder(
     target: Path, shards: Mapping[str, list[str]], total_bytes: int, side_files: Iterable[Path]
 ) -> None:
-    """Add index and side files to the partial folder and move it to `target`, replacing what was there.
+    """Add index and side files to the partial folder and move it to `target`, replacing what was
+    there.
 
     Args:
         shards: file name -> tensor names in it.

@@ -1,7 +1,9 @@
-"""How one Megatron parameter relates to the Hugging Face tensors it is made of. One rule, both directions.
+"""How one Megatron parameter relates to the Hugging Face tensors it is made of. One rule, both
+directions.
 
-Tensor parallelism splits every Hugging Face tensor of a rule along the rule's `axis` into contiguous equal ranges (a
-query group never straddles two ranks), so a rank needs only its own ranges, and `pack`/`unpack` are local:
+Tensor parallelism splits every Hugging Face tensor of a rule along the rule's `axis` into
+contiguous equal ranges (a query group never straddles two ranks), so a rank needs only its own
+ranges, and `pack`/`unpack` are local:
 
     HF tensors --cut along axis--> this rank's parts --pack--> Megatron shard
     HF tensors <--join along axis-- every rank's parts <--unpack-- Megatron shard
@@ -32,10 +34,12 @@ class Direct:
     """One tensor on both sides, under another name.
 
     Attributes:
-        megatron: name with `{layer}` for the global layer index, e.g. "decoder.layers.{layer}.mlp.linear_fc2.weight".
+        megatron: name with `{layer}` for the global layer index, e.g.
+            "decoder.layers.{layer}.mlp.linear_fc2.weight".
         hf: names, again with `{layer}`.
         axis: dimension that tensor parallelism splits; None when every rank holds the whole.
-        stored: False for a second copy of a tensor that another rule writes (the head of a tied model).
+        stored: False for a second copy of a tensor that another rule writes (the head of a tied
+            model).
     """
 
     megatron: str
@@ -64,9 +68,9 @@ class Vocabulary(Direct):
 class FusedQKV(Direct):
     """Query, key and value in one matrix (or bias).
 
-    Megatron's rows go group by group, [q.. k v | q.. k v | ...], where a group is one key-value head with the query
-    heads that attend to it; Hugging Face has all q, all k, all v. Parts: q [heads * head_dim, ...], k and v
-    [groups * head_dim, ...].
+    Megatron's rows go group by group, [q.. k v | q.. k v | ...], where a group is one key-value
+    head with the query heads that attend to it; Hugging Face has all q, all k, all v. Parts: q
+    [heads * head_dim, ...], k and v [groups * head_dim, ...].
     """
 
     def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:

@@ -1,4 +1,6 @@
-"""Cutting Hugging Face tensors into one rank's Megatron shards, and joining shards back, tensor by tensor."""
+"""Cutting Hugging Face tensors into one rank's Megatron shards, and joining shards back, tensor by
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.rules import Direct, Vocabulary
 from megatron_grpo.errors import CheckpointError
 
-# Rows of the embedding are padded to a multiple of this times the tensor-parallel size: Megatron's convention, which
-# keeps the per-rank matrix products on tile boundaries.
+# Rows of the embedding are padded to a multiple of this times the tensor-parallel size: Megatron's
+# convention, which keeps the per-rank matrix products on tile boundaries.
 VOCABULARY_MULTIPLE = 128
 
-# Reads rows (axis 0) or columns (axis 1) [start, stop) of a named tensor, or all of it when axis is None.
+# Reads rows (axis 0) or columns (axis 1) [start, stop) of a named tensor, or all of it when axis is
+# None.
 Read = Callable[[str, int | None, int, int], Tensor]
 
 
@@ -32,7 +35,9 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
 def shard_of(
     rule: Direct, layer: int, spec: ModelSpec, read: Read, tensor: int, tensor_rank: int
 ) -> Tensor:
-    """The Megatron parameter of `rule` as rank `tensor_rank` of `tensor` holds it; reads nothing more."""
+    """The Megatron parameter of `rule` as rank `tensor_rank` of `tensor` holds it; reads nothing
+    more.
+    """
     parts = []
     for name in rule.hf:
         name = name.format(layer=layer)
@@ -62,7 +67,9 @@ def shard_of(
 def join(
     rule: Direct, layer: int, spec: ModelSpec, shards: Sequence[Tensor]
 ) -> list[tuple[str, Tensor]]:
-    """Named Hugging Face tensors from the shards of all tensor ranks, in rank order, padding dropped."""
+    """Named Hugging Face tensors from the shards of all tensor ranks, in rank order, padding
+    dropped.
+    """
     unpacked = [rule.unpack(shard, spec) for shard in shards]
     named = []
     for index, template in enumerate(rule.hf):

@@ -1,4 +1,6 @@
-"""Every layout of the Megatron policy against plain Hugging Face and autograd: one process, no packing, no cutting."""
+"""Every layout of the Megatron policy against plain Hugging Face and autograd: one process, no
+packing, no cutting.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,7 @@ class Oracle:
 
     def gradients(self) -> dict[str, np.ndarray]:
         return {
-            name: parameter.grad.numpy().copy()
-            for name, parameter in self.model.named_parameters()
+            name: parameter.grad.numpy().copy() for name, parameter in self.model.named_parameters()
         }
 
     def step(self) -> float:
@@ -83,9 +84,7 @@ class Oracle:
             betas=(0.9, 0.999),
             eps=OPTIMIZER["eps"],
         )
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), OPTIMIZER["max_grad_norm"]
-        )
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER["max_grad_norm"])
         adam.step()
         return float(norm)
 
@@ -143,7 +142,9 @@ def test_loss_gradients_and_one_step_equal_huggingface(
 ) -> None:
     parallel = LAYOUTS[layout]
     layers = 4
-    world = int(np.prod([v for k, v in parallel.items() if k in ("tensor", "pipeline", "context", "data")]))
+    world = int(
+        np.prod([v for k, v in parallel.items() if k in ("tensor", "pipeline", "context", "data")])
+    )
     case = Case(
         folders(family, tied, layers),
         parallel,

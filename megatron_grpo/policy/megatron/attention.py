@@ -1,12 +1,14 @@
-"""Packed causal attention and RMS norm for Megatron layers without Transformer Engine, and the zigzag of CP.
+"""Packed causal attention and RMS norm for Megatron layers without Transformer Engine, and the
+zigzag of CP.
 
-Context parallelism cuts every (padded) sequence into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, so
-that all ranks do equal causal work. `zigzag_index` is the only place that knows this: token ids, targets, positions
-and the gathering of results all go through it.
+Context parallelism cuts every (padded) sequence into 2 * cp equal chunks; rank r holds chunks r
+and 2 * cp - 1 - r, so that all ranks do equal causal work. `zigzag_index` is the only place that
+knows this: token ids, targets, positions and the gathering of results all go through it.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -16,25 +18,27 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# A padded batch of all sequences beats one call per sequence until padding doubles the work (CPU, 64 x 60 tokens:
-# one call 4 times faster).
+# A padded batch of all sequences beats one call per sequence until padding doubles the work (CPU,
+# 64 x 60 tokens: one call 4 times faster).
 _PADDED_BATCH_WASTE = 2.0
 
 
 def zigzag_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """[T / size] positions in the pack that context-parallel `rank` of `size` holds, in its local order.
+    """[T / size] positions in the pack that context-parallel `rank` of `size` holds, in its
+    local order.
 
     >>> zigzag_index(torch.tensor([0, 4, 8]), 2, 0).tolist()
     [0, 3, 4, 7]
 
     Args:
-        cu_seqlens: [S + 1] boundaries; every length is a multiple of 2 * size (of 1 when size is 1).
+        cu_seqlens: [S + 1] boundaries; every length is a multiple of 2 * size (of 1 when size is
+            1).
     """
     bounds = cu_seqlens.tolist()
     if size == 1:
         return torch.arange(bounds[-1])
     pieces = []
-    for start, stop in zip(bounds[:-1], bounds[1:]):
+    for start, stop in itertools.pairwise(bounds):
         chunk = (stop - start) // (2 * size)
         for piece in (rank, 2 * size - 1 - rank):
             pieces.append(torch.arange(start + piece * chunk, start + (piece + 1) * chunk))
@@ -42,7 +46,8 @@ def zigzag_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root mean square norm whose weight says that its gradient is partial under sequence parallelism.
+    """Root mean square norm whose weight says that its gradient is partial under sequence
+    parallelism.
 
     Megatron's own wrapper of torch.nn.RMSNorm refuses sequence parallelism.
     """
@@ -55,10 +60,12 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention over packed sequences by torch's scaled_dot_product_attention; a drop-in core attention.
+    """Causal attention over packed sequences by torch's scaled_dot_product_attention; a drop-in
+    core attention.
 
-    Query [T, heads, d], key and value [T, groups, d] -> [T, heads, d], sequences as in `packed_seq_params`. Under
-    context parallelism T is this rank's zigzag share and keys and values are gathered over the group.
+    Query [T, heads, d], key and value [T, groups, d] -> [T, heads, d], sequences as in
+    `packed_seq_params`. Under context parallelism T is this rank's zigzag share and keys and
+    values are gathered over the group.
     """
 
     def __init__(
@@ -91,7 +98,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         assert packed_seq_params is not None, "only packed sequences are trained on"
         bounds = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:])]
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         if self.cp_size > 1:
             return self._context_parallel(query, key, value, lengths)
         longest = max(lengths)
@@ -101,7 +108,9 @@ class PackedAttention(torch.nn.Module):
         return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in triples])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, L, heads, d], [B, M, groups, d] twice -> [B, L, heads, d]; causal when no mask is given."""
+        """[B, L, heads, d], [B, M, groups, d] twice -> [B, L, heads, d]; causal when no mask is
+        given.
+        """
         repeat = q.shape[2] // k.shape[2]
         if repeat > 1:  # the fast CPU kernel takes equal head counts only
             k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
@@ -111,14 +120,14 @@ class PackedAttention(torch.nn.Module):
         )
         return out.transpose(1, 2)
 
-    def _padded(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], longest: int
-    ) -> Tensor:
-        """All sequences as one right-padded batch: causal masking already hides the padding from real tokens."""
+    def _padded(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], longest: int) -> Tensor:
+        """All sequences as one right-padded batch: causal masking already hides the padding from
+        real tokens.
+        """
         # Slot of every packed token in the padded batch, row-major.
-        slots = torch.cat(
-            [torch.arange(n) + row * longest for row, n in enumerate(lengths)]
-        ).to(q.device)
+        slots = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)]).to(
+            q.device
+        )
         batch = len(lengths)
 
         def pad(x: Tensor) -> Tensor:
@@ -145,10 +154,6 @@ class PackedAttention(torch.nn.Module):
             keys, values = both[:, offset : offset + share].flatten(0, 1).chunk(2, dim=1)
             mask = held[group.rank()][:, None] >= torch.cat(held)[None, :]
             part = q[offset : offset + share]
-            outputs.append(
-                self._attend(part[None], keys[None], values[None], mask.to(q.device))[0]
-            )
+            outputs.append(self._attend(part[None], keys[None], values[None], mask.to(q.device))[0])
             offset += share
         return torch.cat(outputs)
-
-

@@ -1,6 +1,7 @@
 """One rank of the Megatron policy: the one class others see. SPMD; knows nothing of Ray.
 
-All ranks call the same verb at the same time. A rank that has nothing to contribute still takes part in every
+All ranks call the same verb at the same time. A rank that has nothing to contribute still takes
+part in every
 collective: membership follows the rank's place in the layout, never the data.
 """
 
@@ -267,7 +268,9 @@ class MegatronRank:
     def logprobs(
         self, microbatches: tuple[MicroBatch, ...], temperature: float
     ) -> list[tuple[int, Float32]]:
-        """(sequence id, [L - 1]) for every real sequence of this replica, on one rank of it; [] on the others."""
+        """(sequence id, [L - 1]) for every real sequence of this replica, on one rank of it; [] on
+        the others.
+        """
         parts = self._started
         scored = parts.engine.score(microbatches, temperature)
         first = (
@@ -279,12 +282,15 @@ class MegatronRank:
     # Weights out
 
     def weight_manifest(self, dtype: str) -> tuple[TensorSpec, ...]:
-        """What this rank will push, in order: whole tensors under Hugging Face names; () unless it is a root."""
+        """What this rank will push, in order: whole tensors under Hugging Face names; () unless it
+        is a root.
+        """
         parts = self._started
         if not is_root():
             return ()
         return tuple(
-            TensorSpec(name, shape, dtype) for name, shape in stored_tensors(parts.bound, parts.spec)
+            TensorSpec(name, shape, dtype)
+            for name, shape in stored_tensors(parts.bound, parts.spec)
         )
 
     def open_channel(self) -> Rendezvous | None:
@@ -326,9 +332,7 @@ class MegatronRank:
                 report = self._send(version, tensors)
             for _ in tensors:  # peers of a root take part in its gathers
                 pass
-        return PushReport(
-            version, report.num_tensors, report.sent_bytes, time.monotonic() - start
-        )
+        return PushReport(version, report.num_tensors, report.sent_bytes, time.monotonic() - start)
 
     def _send(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> PushReport:
         if self._channel is None or self._channel.sender is None:
@@ -340,7 +344,9 @@ class MegatronRank:
         return self._channel.sender.send(version, tensors)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face checkpoint. All ranks return when it is whole, or all raise CheckpointError."""
+        """Write a Hugging Face checkpoint. All ranks return when it is whole, or all raise
+        CheckpointError.
+        """
         parts = self._started
         self._sync_parameters()
         export_folder(parts.bound, parts.source, folder)

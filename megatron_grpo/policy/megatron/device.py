@@ -1,7 +1,8 @@
-"""Which device this rank computes on, in which dtype, and what lets Megatron-Core run without a GPU.
+"""Which device this rank computes on, in which dtype, and what lets Megatron-Core run without a
+GPU.
 
-Megatron-Core asks for CUDA by name in some thirty places. On a machine without CUDA `prepare_device` answers those
-calls with the CPU; on a GPU it changes nothing in torch.
+Megatron-Core asks for CUDA by name in some thirty places. On a machine without CUDA
+`prepare_device` answers those calls with the CPU; on a GPU it changes nothing in torch.
 """
 
 from __future__ import annotations
@@ -150,8 +151,9 @@ def _cuda_style_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer_for_cuda() -> None:
-    """Replace the CUDA entry points Megatron-Core calls by their CPU meaning. Each was needed by some path; what
-    breaks without it stands beside it."""
+    """Replace the CUDA entry points Megatron-Core calls by their CPU meaning. Each was needed by
+    some path; what breaks without it stands beside it.
+    """
     cuda = cast(Any, torch.cuda)
     tensor = cast(Any, torch.Tensor)
     cuda.current_device = _current_device  # rope, p2p, DDP buffers: device=current_device()
@@ -166,7 +168,8 @@ def _answer_for_cuda() -> None:
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    # Without these the tracker queues states for a lazy CUDA initialisation that never comes, and grows.
+    # Without these the tracker queues states for a lazy CUDA initialisation that never comes, and
+    # grows.
     rng = cast(Any, megatron_random)
     rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

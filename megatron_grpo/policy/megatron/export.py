@@ -56,8 +56,22 @@ def bind_parameters(chunks: Sequence[DecoderModel], spec: ModelSpec) -> list[Bou
             if match:
                 layer = model.decoder.layers[int(match[2])].layer_number - 1
                 template = f"{match[1]}{{layer}}.{CANONICAL_NAMES.get(match[3], match[3])}"
-            bound.append(BoundParameter(parameter, spec.rule_for(template), layer))
+            rule = spec.rule_for(template)
+            _mark_sharded(parameter, rule)
+            bound.append(BoundParameter(parameter, rule, layer))
     return bound
+
+
+def _mark_sharded(parameter: torch.nn.Parameter, rule: Direct) -> None:
+    """Say which parameters differ between tensor ranks.
+
+    Megatron sets these as a side effect of random initialisation, which we skip; the global
+    gradient norm counts a parameter without them on tensor rank 0 only.
+    """
+    if rule.axis is not None:
+        vars(parameter).update(
+            tensor_model_parallel=True, partition_dim=rule.axis, partition_stride=1
+        )
 
 
 def load_weights(bound: Sequence[BoundParameter], folder: HfFolder) -> None:
@@ -70,7 +84,7 @@ def load_weights(bound: Sequence[BoundParameter], folder: HfFolder) -> None:
             if shard.shape != item.parameter.shape:
                 raise CheckpointError(
                     ", ".join(item.hf_names),
-                    f"makes a shard of another shape than the model's {tuple(item.parameter.shape)}",
+                    f"makes a shard unlike the model's {tuple(item.parameter.shape)}",
                     found=tuple(shard.shape),
                     remedy="this is a fault of the conversion table; report it",
                 )
@@ -78,7 +92,7 @@ def load_weights(bound: Sequence[BoundParameter], folder: HfFolder) -> None:
 
 
 def is_root() -> bool:
-    """Whether this rank speaks for its pipeline stage: tensor, context and data rank 0."""
+    """Whether this rank speaks for its stage: tensor, context and data rank 0."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -100,8 +114,8 @@ def gathered_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under their Hugging Face names, on the root of each pipeline stage.
 
-    Every tensor rank of the root's group must run the iterator to its end; others than the root get nothing from it.
-    Cast to `dtype` before travelling. Holds one parameter at a time.
+    Every tensor rank of the root's group must run the iterator to its end; others than the root
+    get nothing from it. Cast to `dtype` before travelling. Holds one parameter at a time.
     """
     size = parallel_state.get_tensor_model_parallel_world_size()
     for item in bound:
@@ -109,10 +123,8 @@ def gathered_tensors(
             continue
         shard = item.parameter.detach()
         shard = shard if dtype is None else shard.to(dtype)
-        if item.rule.axis is None or size == 1:
-            shards = [shard]
-        else:
-            shards = _gather_to_root(shard)
+        whole = item.rule.axis is None or size == 1
+        shards = [shard] if whole else _gather_to_root(shard)
         if is_root():
             yield from join(item.rule, item.layer, spec, shards)
 
@@ -130,14 +142,13 @@ def _gather_to_root(shard: Tensor) -> list[Tensor]:
 
 
 def in_root_group() -> bool:
-    """Whether this rank takes part in `gathered_tensors`: one data-parallel and context rank does."""
+    """Whether this rank takes part in `gathered_tensors`: data and context rank 0."""
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def export_folder(
-    bound: Sequence[BoundParameter], source: HfFolder, target: Path
-) -> None:
-    """Write a Hugging Face checkpoint: one weight file per pipeline stage, index, side files. Collective.
+def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Path) -> None:
+    """Write a Hugging Face checkpoint: one weight file per pipeline stage, index, side files.
+    Collective.
 
     The folder appears whole under its name, or not at all.
 
@@ -147,11 +158,8 @@ def export_folder(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     file = SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
-    if dist.get_rank() == 0:
-        problem = _attempt(lambda: begin_folder(target))
-    else:
-        problem = None
-    _agree(problem)
+    first = dist.get_rank() == 0
+    _agree(_attempt(lambda: begin_folder(target)) if first else None)
     written: list[tuple[str, list[str], int]] = []
     problem = None
     if in_root_group():
@@ -173,7 +181,7 @@ def export_folder(
     everything: list[list[tuple[str, list[str], int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everything, written)
     problem = None
-    if dist.get_rank() == 0:
+    if first:
         parts = [part for rank in everything for part in rank]
         shards = {name: names for name, names, _ in parts}
         total = sum(num_bytes for _, _, num_bytes in parts)

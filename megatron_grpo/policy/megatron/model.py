@@ -1,7 +1,9 @@
-"""The Megatron-Core model of a ModelSpec: every default that matters written out, and one seam for the class.
+"""The Megatron-Core model of a ModelSpec: every default that matters written out, and one seam
+for the class.
 
-`DecoderModel` is the seam: a GPTModel whose last stage returns the final hidden states, for the fused head. Another
-model class (HybridModel in newer Megatron-Core) would be given the same two methods here and nowhere else.
+`DecoderModel` is the seam: a GPTModel whose last stage returns the final hidden states, for the
+fused head. Another model class (HybridModel in newer Megatron-Core) would be given the same two
+methods here and nowhere else.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class DecoderModel(GPTModel):
 def transformer_config(
     spec: ModelSpec, config: MegatronPolicyConfig, dtype: torch.dtype, use_te: bool
 ) -> TransformerConfig:
-    """Model and layout as Megatron wants them. Nothing that changes numbers is left to a default."""
+    """Model and layout as Megatron wants them. Nothing is left to a default."""
     parallel = config.parallel
     recompute: dict[str, Any] = {}
     if config.recompute == "full":
@@ -139,10 +141,8 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
 
 
-def build_chunks(
-    spec: ModelSpec, config: TransformerConfig, use_te: bool
-) -> list[DecoderModel]:
-    """This pipeline rank's model chunks (one without virtual pipelining), weights not yet loaded."""
+def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> list[DecoderModel]:
+    """This rank's model chunks (one without virtual pipelining), weights not yet loaded."""
     virtual = config.virtual_pipeline_model_parallel_size
     layers = "Transformer Engine" if use_te else "local"
     log.info("layer implementation: %s (%s)", layers, config.params_dtype)
@@ -164,7 +164,7 @@ def build_chunks(
             share_embeddings_and_output_weights=spec.tied,
             position_embedding_type="rope",
             rotary_percent=1.0,
-            # Replaced below; given so that no default base is ever built.
+            # Replaced below; so that no default base is ever built.
             rotary_base=spec.rope.base,  # type: ignore[arg-type]
             rope_scaling=False,
             vp_stage=stage,

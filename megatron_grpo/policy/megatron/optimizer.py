@@ -31,7 +31,7 @@ _NEVER_CLIP = float(torch.finfo(torch.float32).max)
 def wrap_chunks(
     chunks: Sequence[DecoderModel], config: MegatronPolicyConfig
 ) -> list[DistributedDataParallel]:
-    """Give every chunk fp32 gradient buffers that are summed, not averaged, over data and context ranks."""
+    """Give chunks fp32 gradient buffers that are summed, not averaged, over the replicas."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
@@ -51,7 +51,7 @@ def wrap_chunks(
 
 
 class Updater:
-    """AdamW over the wrapped chunks: decay on matrices only, rate from `learning_rate_at`, norm checked first.
+    """AdamW over the wrapped chunks: decay on matrices only, norm checked before each step.
 
     Attributes:
         steps: optimizer steps taken.
@@ -89,7 +89,7 @@ class Updater:
         self._use_fused_adam()
 
     def _use_fused_adam(self) -> None:
-        """torch's fused AdamW: one pass over the state instead of a dozen; the same numbers to rounding."""
+        """torch's fused AdamW: one pass over the state instead of a dozen, the same numbers."""
         for part in self.optimizer.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for group in part.optimizer.param_groups:
@@ -106,11 +106,13 @@ class Updater:
         self.optimizer.zero_grad()
 
     def sum_gradients(self) -> None:
-        """Sum what accumulated over replicas, tied copies and sequence-parallel norms. Collective, once per step."""
+        """Sum over replicas, tied copies and sequence-parallel norms. Collective, once a step."""
         finalize_model_grads(self._chunks)  # type: ignore[arg-type]
 
     def step(self) -> tuple[float, float]:
-        """Clip, update, zero the gradients; (global gradient norm before clipping, rate that was used).
+        """Clip, update, zero the gradients.
+
+        Returns the global gradient norm before clipping and the learning rate that was used.
 
         Raises:
             GrpoError: the norm is not finite, on every rank; weights and state are untouched.
@@ -128,10 +130,9 @@ class Updater:
                 f"optimizer step {self.steps}",
                 "the gradient norm is not finite; the step was not taken",
                 found=norm,
-                remedy="lower optimizer.learning_rate, or look for extreme rewards or log-probabilities",
+                remedy="lower optimizer.learning_rate, or look for extreme rewards",
             )
         self.optimizer.step()
         self.steps += 1
         self.zero_grad()
         return norm, rate
-

@@ -3,8 +3,9 @@
     MicroBatch --zigzag--> this rank's tokens --stages--> hidden --linear_logprob--> [T / cp]
         --gather over CP--> logprob_T, entropy_T (whole, in the micro-batch's order) --> loss
 
-The loss sees whole micro-batches and knows nothing of the layout. Every context-parallel rank computes the same loss;
-its gradient enters through this rank's tokens only, so that the sum over ranks is the gradient, once.
+The loss sees whole micro-batches and knows nothing of the layout. Every context-parallel rank
+computes the same loss; its gradient enters through this rank's tokens only, so that the sum over
+ranks is the gradient, once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron_grpo.policy.megatron.attention import zigzag_index
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.protocols import Loss
 
-# What the last stage does with a micro-batch's log-probabilities; returns the scalar to differentiate.
+# What the last stage does with log-probabilities and entropies; returns what to differentiate.
 Consume = Callable[[Tensor, Tensor | None, MicroBatch], Tensor]
 
 
@@ -96,18 +97,19 @@ class Engine:
     def last_stage(self) -> bool:
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    def train(
-        self, microbatches: Sequence[MicroBatch], temperature: float, loss: Loss
-    ) -> Totals:
-        """Add the gradients of these micro-batches; the sums of what the loss returned, on the last stage.
+    def train(self, microbatches: Sequence[MicroBatch], temperature: float, loss: Loss) -> Totals:
+        """Add the gradients of these micro-batches.
+
+        Returns the sums of what the loss returned; empty on stages before the last.
 
         Raises:
-            ConfigError: gradients of an earlier call are already summed over the ranks (overlap_grad_reduce).
+            ConfigError: gradients of an earlier call are already summed over the ranks
+                (overlap_grad_reduce).
         """
         if self._overlap and self._unsummed:
             raise ConfigError(
                 "policy.overlap_grad_reduce",
-                "gradients can be accumulated over one call only, because they are summed as they arrive",
+                "sums gradients as they arrive, so they can accumulate over one call only",
                 remedy="set it to false, or step after every batch",
             )
         outputs: list[LossOutput] = []
@@ -138,7 +140,7 @@ class Engine:
     def score(
         self, microbatches: Sequence[MicroBatch], temperature: float
     ) -> list[tuple[int, Tensor]]:
-        """(sequence id, [L - 1] log-probabilities) of every real sequence, on the last stage; no gradients."""
+        """(id, [L - 1] log-probabilities) of every real sequence, on the last stage only."""
         found: list[tuple[int, Tensor]] = []
 
         def consume(logprob_T: Tensor, entropy_T: Tensor | None, mb: MicroBatch) -> Tensor:
@@ -216,10 +218,10 @@ class Engine:
         index_T: Tensor,
         hidden: Tensor,
     ) -> Tensor:
-        """Log-probabilities of this micro-batch, whole on every rank of the last stage, given to `consume`.
+        """Give `consume` this micro-batch's whole log-probabilities, on the last stage's ranks.
 
-        trained_only: leave out tokens without weight and mask (prompts, padding): their log-probability and entropy
-            are 0, which no loss reads.
+        trained_only: leave out tokens without weight and mask (prompts, padding): their
+            log-probability and entropy are 0, which no loss reads.
         """
         hidden_TD = hidden.squeeze(1)
         targets_T = microbatch.target_ids_T[index_T]
@@ -261,7 +263,7 @@ class Engine:
         return consume(logprob, entropy, microbatch)
 
     def _await_parameter(self, weight: Tensor) -> None:
-        """The head's weight is used outside a module's forward: wait for its overlapped gather ourselves."""
+        """The head's weight is used outside any module: wait for its overlapped gather."""
         for wrapped in self._wrapped:
             group = wrapped.param_to_bucket_group.get(weight)
             if wrapped.use_forward_hook and group is not None:
@@ -271,8 +273,8 @@ class Engine:
 class GatherZigzag(torch.autograd.Function):
     """[T / cp] on every context-parallel rank -> [T] in the pack's order on all of them.
 
-    The backward pass takes this rank's positions of the gradient and no more: every rank computes the same loss, so
-    adding the ranks' gradients up would count it cp times.
+    The backward pass takes this rank's positions of the gradient and no more: every rank
+    computes the same loss, so adding the ranks' gradients up would count it cp times.
     """
 
     @staticmethod
@@ -309,6 +311,5 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def _sum_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients, without its division by a token count: weights carry the denominator."""
+    """Megatron's reduction, without its division by tokens: the weights carry that already."""
     finalize_model_grads(model, None, **kwargs)
-
