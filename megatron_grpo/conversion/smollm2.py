@@ -30,6 +30,8 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -136,7 +138,7 @@ def _convert(source: Path, folder: Path, console: Console) -> None:
         bar.update(task, completed=100, description="done")
 
 
-def _plain_model(expanded: LlamaForCausalLM, tokenizer) -> LlamaForCausalLM:
+def _plain_model(expanded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """The same weights without the marks of the file they came from (quantisation config, path)."""
     settings = expanded.config.to_dict()
     for mark in ("quantization_config", "_name_or_path", "_model_name_or_path", "architectures"):
@@ -148,7 +150,7 @@ def _plain_model(expanded: LlamaForCausalLM, tokenizer) -> LlamaForCausalLM:
         eos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TURN),
         pad_token_id=tokenizer.pad_token_id,
     )
-    return model.to(torch.bfloat16)
+    return model.bfloat16()
 
 
 def _publish(made: Path, folder: Path) -> None:

@@ -17,6 +17,7 @@ import numbers
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from typing import cast
 
 from megatron_grpo.errors import RewardError
 from megatron_grpo.types import Prompt, Reward
@@ -68,7 +69,7 @@ def load_reward(path: str) -> RewardFunction:
             f"cannot be called with (response, answer, metadata): {error}",
             remedy="take three positional arguments, all text",
         ) from error
-    return function
+    return cast(RewardFunction, function)
 
 
 def grade(function: RewardFunction, name: str, prompt: Prompt, response: str) -> Reward:

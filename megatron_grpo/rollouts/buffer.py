@@ -122,7 +122,7 @@ class GroupBuffer:
             return tickets
 
     def put(self, groups: Sequence[RolloutGroup]) -> None:
-        """Hand over groups that are complete; also says that the producer is alive.
+        """Hand over groups that are complete (none: just a sign of life); stale ones are dropped.
 
         Raises:
             RolloutError: tokens older than what was published before they were asked for. Were that
@@ -134,11 +134,12 @@ class GroupBuffer:
                 if _oldest_version(group) < version:
                     raise RolloutError(
                         f"group {group.group_id}",
-                        f"was asked for after version {version} was published, and has older tokens",
+                        f"was asked for after version {version} was published but has older tokens",
                         found=_oldest_version(group),
                         remedy="this is a fault of the generator; report it",
                     )
                 self._ready[ticket] = group
+            self._drop_stale()
             self._progressed_s = time.monotonic()
             self._changed.notify_all()
 
@@ -163,7 +164,6 @@ class GroupBuffer:
         with self._changed:
             while True:
                 self._raise_failure()
-                self._drop_stale()
                 if len(self._ready) >= self._groups_per_step:
                     break
                 self._check_can_end()
@@ -269,7 +269,6 @@ class GroupBuffer:
                 del self._ready[ticket]
                 heapq.heappush(self._again, Ticket(ticket.position, ticket.attempt + 1))
                 self._dropped_stale += 1
-                self._changed.notify_all()
 
     def _check_can_end(self) -> None:
         if self._closed:

@@ -22,17 +22,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
+from zarr.codecs import ZstdCodec
 
 from megatron_grpo.errors import RolloutError
 from megatron_grpo.types import FinishReason, Prompt, Reward, Rollout, RolloutGroup
 
 Column = NDArray[np.generic]
-T = TypeVar("T")
 
 COMMIT_FILE = "committed.json"
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
@@ -66,6 +65,15 @@ _ARRAYS = {
     "group_text": ("group_bytes", "uint8"),
     "rollout_text": ("rollout_bytes", "uint8"),
 }
+# One array of each kind, to count new rows by.
+_COUNTING_ARRAYS = (
+    "step_number",
+    "group_rollout_end",
+    "rollout_token_end",
+    "token_id",
+    "group_text",
+    "rollout_text",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +171,7 @@ class ZarrStore:
                     shape=(0,),
                     chunks=(_ROWS_PER_CHUNK[kind],),
                     dtype=dtype,
-                    compressors=zarr.codecs.ZstdCodec(level=3),
+                    compressors=ZstdCodec(level=3),
                 )
         return group
 
@@ -176,9 +184,7 @@ class ZarrStore:
 
     def _commit(self, before: _Committed, columns: Mapping[str, Column]) -> None:
         rows = before.rows()
-        for name in ("step_number", "group_rollout_end", "rollout_token_end", "token_id"):
-            rows[_ARRAYS[name][0]] += len(columns[name])
-        for name in ("group_text", "rollout_text"):
+        for name in _COUNTING_ARRAYS:
             rows[_ARRAYS[name][0]] += len(columns[name])
         scratch = self._folder / f".{COMMIT_FILE}"
         scratch.write_text(json.dumps(rows), encoding="utf-8")
