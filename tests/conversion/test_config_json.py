@@ -1,0 +1,132 @@
+"""What config.json means, and what is refused rather than guessed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import CLASSES, tiny_model
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron_grpo.conversion.config_json import parse_model_spec
+from megatron_grpo.conversion.families import Rope
+from megatron_grpo.errors import CheckpointError
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """A real config.json of the family as transformers writes it; None removes a field."""
+    fields = tiny_model(family).config.to_diff_dict()
+    fields.update({"dtype": "float32", **changes})
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+@pytest.mark.parametrize("family", list(CLASSES))
+def test_every_fact_is_read_from_the_config(family: str) -> None:
+    spec = parse_model_spec(config(family, rms_norm_eps=1e-3), "config.json")
+    assert (spec.num_layers, spec.hidden, spec.ffn_hidden) == (2, 64, 128)
+    assert (spec.num_heads, spec.num_kv_heads, spec.queries_per_group) == (4, 2, 2)
+    assert spec.head_dim == (32 if family == "qwen3" else 16)
+    assert (spec.vocab, spec.norm_eps, spec.tied, spec.dtype) == (130, 1e-3, False, "float32")
+    assert spec.rope == Rope(1e6)
+    assert (spec.family.qkv_bias, spec.family.qk_norm) == (family == "qwen2", family == "qwen3")
+    assert spec.shape.ffn_hidden == 128
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_parameters": None, "rope_theta": 1e6},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000}},
+        {"rope_parameters": ROPE, "rope_theta": 1000000.0},
+        {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": {"type": "default"}},
+    ],
+)
+def test_c1_rope_base_is_found_in_either_spelling(spelling: dict[str, Any]) -> None:
+    assert parse_model_spec(config(**spelling), "config.json").rope == Rope(1e6)
+
+
+def test_c1_disagreeing_rope_bases_are_an_error() -> None:
+    with pytest.raises(CheckpointError, match=r"rope_theta.*twice.*10000\.0.*1000000"):
+        parse_model_spec(config(rope_parameters=ROPE, rope_theta=1e4), "config.json")
+
+
+def test_c1_a_missing_rope_base_is_an_error_naming_the_field() -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: rope_theta: is missing"):
+        parse_model_spec(config(rope_parameters=None), "config.json")
+
+
+@pytest.mark.parametrize("field", ["head_dim", "num_key_value_heads", "rms_norm_eps", "vocab_size"])
+def test_c2_missing_facts_are_errors_naming_the_field(field: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{field}: is missing"):
+        parse_model_spec(config(**{field: None}), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "residual_multiplier", 0.22),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen3", "final_logit_softcapping", 30.0),
+        ("qwen3", "model_type", "gemma3"),
+        ("qwen3", "dtype", "int8"),
+        ("qwen3", "num_hidden_layers", 2.5),
+        ("qwen3", "partial_rotary_factor", 0.5),
+    ],
+)
+def test_fields_that_change_the_mathematics_are_refused_by_name(
+    family: str, field: str, value: Any
+) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        parse_model_spec(config(family, **{field: value}), "config.json")
+
+
+def test_rope_kinds_that_are_not_supported_are_refused_by_name() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    with pytest.raises(CheckpointError, match=r"rope_type: is not supported \(found 'yarn'\)"):
+        parse_model_spec(config(rope_parameters=yarn), "config.json")
+    odd = {**ROPE, "mscale": 0.7}
+    with pytest.raises(CheckpointError, match=r"rope_parameters\.mscale"):
+        parse_model_spec(config(rope_parameters=odd), "config.json")
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        LLAMA3,
+        {**LLAMA3, "factor": 8.0, "low_freq_factor": 2.0, "original_max_position_embeddings": 512},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    ],
+)
+def test_rope_frequencies_equal_huggingface(parameters: dict[str, Any]) -> None:
+    fields = config("llama", rope_parameters=parameters)
+    spec = parse_model_spec(fields, "config.json")
+    hf = LlamaConfig(**fields)
+    hf.head_dim = 64
+    want, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf, torch.device("cpu"))
+    assert scale == 1.0
+    torch.testing.assert_close(spec.rope.inverse_frequencies(64), want, rtol=1e-6, atol=0)
+
+
+def test_old_spelling_of_llama3_scaling_is_the_same() -> None:
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    old = config("llama", rope_parameters=None, rope_theta=500000.0, rope_scaling=scaling)
+    new = config("llama", rope_parameters=LLAMA3)
+    assert parse_model_spec(old, "c").rope == parse_model_spec(new, "c").rope

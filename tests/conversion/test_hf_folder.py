@@ -1,0 +1,147 @@
+"""Checkpoint folders: read lazily, checked by name, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny, tiny_model
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.conversion.hf_folder import (
+    INDEX,
+    SINGLE,
+    HfFolder,
+    begin_folder,
+    finish_folder,
+    partial_folder,
+    write_shard,
+)
+from megatron_grpo.errors import CheckpointError
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sharded_folder_reads_like_a_single_file(tmp_path: Path, tied: bool) -> None:
+    model = tiny_model("qwen2", tied=tied)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) >= 3
+    one, many = HfFolder(tmp_path / "one"), HfFolder(tmp_path / "many")
+    assert set(one.headers) == set(many.headers) == set(one.spec.hf_names())
+    assert ("lm_head.weight" in one.headers) is not tied
+    assert all(torch.equal(one.read(name), many.read(name)) for name in one.headers)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    want = model.state_dict()[name]
+    assert torch.equal(many.read(name, 1, 16, 48), want[:, 16:48])
+    assert torch.equal(many.read(name, 0, 3, 5), want[3:5])
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"1 tensors.*missing.*layers\.1\.mlp\.up_proj"):
+        HfFolder(folder)
+
+
+def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, tied=True)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*tie_word_embeddings"):
+        HfFolder(folder)
+
+
+def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    rewrite(folder, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match=r"do not belong.*layers\.2\.mlp\.up_proj"):
+        HfFolder(folder)
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(63)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*\(64,\) \(found \(63,\)\)"):
+        HfFolder(folder)
+
+
+def test_a_truncated_file_is_one_clear_error(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    whole = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+        HfFolder(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path, max_shard_size="100KB")
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(CheckpointError, match=victim.name):
+        HfFolder(tmp_path)
+
+
+def copy_in_two(source: HfFolder, target: Path) -> None:
+    begin_folder(target)
+    names = list(source.headers)
+    shards, total = {}, 0
+    for index, part in enumerate((names[:5], names[5:])):
+        file = f"model-{index + 1:05d}-of-00002.safetensors"
+        manifest = [(n, source.headers[n].shape, source.headers[n].dtype) for n in part]
+        stream = ((name, source.read(name)) for name in part)
+        total += write_shard(partial_folder(target) / file, manifest, stream)
+        shards[file] = part
+    finish_folder(target, shards, total, source.side_files)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_loads_in_transformers_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny_model("qwen3").to(dtype)
+    model.save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "chat_template.jinja").write_text("{{ x }}")
+    copy_in_two(HfFolder(tmp_path / "source"), tmp_path / "copy")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=dtype)
+    want = model.state_dict()
+    assert set(loaded.state_dict()) == set(want)
+    assert all(torch.equal(t, want[n]) for n, t in loaded.state_dict().items())
+    index = json.loads((tmp_path / "copy" / INDEX).read_text())
+    assert set(index["weight_map"]) == set(want)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in want.values())
+    weights = {SINGLE, INDEX}
+    others = {f.name for f in (tmp_path / "source").iterdir()} - weights
+    assert others == {"config.json", "generation_config.json", "chat_template.jinja"}
+    assert others <= {f.name for f in (tmp_path / "copy").iterdir()}
+
+
+def test_writing_over_an_existing_folder_replaces_it_whole(tmp_path: Path) -> None:
+    source = HfFolder(save_tiny(tmp_path / "source"))
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "stale.txt").write_text("old")
+    copy_in_two(source, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "stale.txt").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "source"]
+
+
+def test_an_unfinished_write_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+    begin_folder(tmp_path / "copy")
+    manifest = [("a", (2,), torch.float32), ("b", (2,), torch.float32)]
+    stream = iter([("a", torch.zeros(2)), ("c", torch.zeros(2))])
+    with pytest.raises(CheckpointError, match=r": b: the stream broke its manifest \(found 'c'\)"):
+        write_shard(partial_folder(tmp_path / "copy") / SINGLE, manifest, stream)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_full_disk_is_one_clear_error() -> None:
+    stream = iter([("a", torch.zeros(1 << 20))])
+    with pytest.raises(CheckpointError, match=r"/dev/full: cannot be written.*free space"):
+        write_shard(Path("/dev/full"), [("a", (1 << 20,), torch.float32)], stream)
