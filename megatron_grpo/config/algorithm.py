@@ -4,9 +4,11 @@ citations.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_grpo.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section
+from pydantic import Field
+
+from megatron_grpo.config.base import Fraction, NonNegativeFloat, Section
 
 
 class GrpoConfig(Section):
@@ -24,11 +26,12 @@ class GrpoConfig(Section):
     clip_low: Fraction = 0.2
     clip_high: NonNegativeFloat = 0.2
     """Ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    dual_clip: PositiveFloat | None = None
-    """Lower bound on the objective for negative advantages, as a ratio > 1 (Ye et al. 2020); null
-    is off.
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Largest ratio that counts against a token of negative advantage, above 1 (Ye et al. 2020,
+    arXiv:1912.09729); null is off.
     """
     entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus, under the same mask and denominator as the rest."""
     mask_truncated: bool = False
     """Give no loss to rollouts that ran out of tokens (and do not count them in the
     denominator).

@@ -36,6 +36,7 @@ class _Offer:
 class InProcessChannel:
     """Both ends of the channel: `sender`, and one of `receivers` for each generator.
 
+    >>> from concurrent.futures import ThreadPoolExecutor
     >>> specs = (TensorSpec("w", (2,), "float32"),)
     >>> channel = InProcessChannel(specs, deadline_s=5.0)
     >>> with ThreadPoolExecutor() as pool:

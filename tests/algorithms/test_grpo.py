@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from contracts.algorithm import AlgorithmContract
+from pydantic import ValidationError
 from samples import make_group, make_groups, make_rollout
 
 from megatron_grpo.algorithms import Grpo
@@ -222,6 +223,12 @@ def test_batch_statistics_by_hand():
 def test_d2_a_group_of_one_rollout_is_refused():
     with pytest.raises(ConfigError, match="at least two"):
         Grpo(GrpoConfig()).make_batch([make_group([1.0])], BatchShape())
+
+
+@pytest.mark.parametrize("dual_clip", [1.0, 0.5, -3.0, math.inf, math.nan])
+def test_d5_a_dual_clip_that_would_act_on_policy_is_refused(dual_clip):
+    with pytest.raises(ValidationError, match="dual_clip"):
+        GrpoConfig(dual_clip=dual_clip)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
