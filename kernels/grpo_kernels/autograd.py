@@ -88,8 +88,10 @@ class LinearLogprob(torch.autograd.Function):
         return logprob_T, entropy_T
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # its stub makes ctx positional-only, which torch's own base class is not
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         logprob_grad_T, entropy_grad_T = grad_outputs
         if logprob_grad_T is None and entropy_grad_T is None:
             return None, None, None, None

@@ -133,23 +133,33 @@ class ChunkedBackend:
         sinks: GradientSinks,
     ) -> None:
         math = self._math(head, chunks.num_tokens)
-        work: list[_ChunkGradient] = []
-        for part, block in enumerate(math.blocks):
-            weight_VD = math.weight(block)
-            block_gradient = BlockGradient(sinks.weight, block, math)
-            for index in range(len(chunks)):
-                if part == 0:
-                    work.append(
-                        _ChunkGradient(math, chunks, index, tokens, lse_T, coefficients, sinks)
-                    )
-                work[index].add_block(block, weight_VD, block_gradient)
-                if part == len(math.blocks) - 1:
-                    work[index].finish()
-            block_gradient.store()
-        chunks.wait()
-        if sinks.hidden is not None and not math.blocks:
-            for index in range(len(chunks)):
-                sinks.hidden.finish(index)
+        sweep_gradients(math, chunks, tokens, lse_T, coefficients, sinks)
+
+
+def sweep_gradients(
+    math: TileMath,
+    chunks: HiddenChunks,
+    tokens: ShardTokens,
+    lse_T: Tensor,
+    coefficients: LogitCoefficients,
+    sinks: GradientSinks,
+) -> None:
+    """Every gradient tile by tile: vocabulary blocks outside, hidden chunks inside."""
+    work: list[_ChunkGradient] = []
+    for part, block in enumerate(math.blocks):
+        weight_VD = math.weight(block)
+        block_gradient = BlockGradient(sinks.weight, block, math)
+        for index in range(len(chunks)):
+            if part == 0:
+                work.append(_ChunkGradient(math, chunks, index, tokens, lse_T, coefficients, sinks))
+            work[index].add_block(block, weight_VD, block_gradient)
+            if part == len(math.blocks) - 1:
+                work[index].finish()
+        block_gradient.store()
+    chunks.wait()
+    if sinks.hidden is not None and not math.blocks:
+        for index in range(len(chunks)):
+            sinks.hidden.finish(index)
 
 
 class _ChunkGradient:
@@ -191,8 +201,7 @@ class _ChunkGradient:
         if len(self._rows) == 0:
             return
         math = self._math
-        tile_TV = math.logits(self._rows, weight_VD, block)
-        math.logits_to_gradient(tile_TV, self._rows, block, self._lse_T, self._coefficients)
+        tile_TV = math.gradient_tile(self._rows, weight_VD, block, self._lse_T, self._coefficients)
         if self._hidden_sum_TD is not None:
             math.add_product(self._hidden_sum_TD, tile_TV, weight_VD)
         block_gradient.add(tile_TV, self._rows.hidden_TD)

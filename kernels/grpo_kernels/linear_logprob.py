@@ -13,7 +13,7 @@ from .chunked import ChunkedBackend
 from .shard import Backend, sum_dtype
 from .vocab_parallel import VocabShard
 
-Implementation = Literal["auto", "chunked", "triton"]
+Implementation = Literal["auto", "chunked", "triton"] | Backend
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,8 +106,9 @@ def linear_logprob(
         of the weight is None, so that a tied embedding's own gradient still arrives alone.
     weight_grad_placeholder: with `main_grad`, return zeros instead of None, for hooks that refuse
         an undefined gradient (Megatron with `overlap_grad_reduce` and untied embeddings).
-    implementation: "auto" takes the Triton kernels on CUDA devices where they apply.
-    chunk_tokens, chunk_vocab: force the tile of the chunked implementation (tests, tuning).
+    implementation: "auto" takes the Triton kernels on CUDA devices where they apply; a Backend
+        with sizes of its own is taken as it is.
+    chunk_tokens, chunk_vocab: force the tile of logits (tests, tuning).
 
     The weight gradient is summed in fp32 whatever the dtype, and rounded once if it is returned
     in less.
@@ -216,15 +217,16 @@ def _backend(
     chunk_tokens: int | None,
     chunk_vocab: int | None,
 ) -> Backend:
+    if not isinstance(implementation, str):
+        return implementation
     if implementation not in ("auto", "chunked", "triton"):
         raise ValueError(f"implementation must be auto, chunked or triton; got {implementation!r}")
     if implementation == "auto":
-        forced = chunk_tokens is not None or chunk_vocab is not None
-        suits = weight_VD.is_cuda and weight_VD.dtype != torch.float64 and not forced
+        suits = weight_VD.is_cuda and weight_VD.dtype != torch.float64
         has_triton = suits and importlib.util.find_spec("triton") is not None
         implementation = "triton" if has_triton else "chunked"
     if implementation == "chunked":
         return ChunkedBackend(chunk_tokens, chunk_vocab)
-    from .triton_kernels import TritonBackend
+    from .triton_backend import TritonBackend
 
-    return TritonBackend()
+    return TritonBackend(chunk_tokens, chunk_vocab)

@@ -138,15 +138,16 @@ class TileMath:
             torch.sum(exp_TV, 1, out=part_4T[SUM, group])
             torch.sum(logits_TV.mul_(exp_TV), 1, out=part_4T[WEIGHTED, group])
 
-    def logits_to_gradient(
+    def gradient_tile(
         self,
-        tile_TV: Tensor,
         rows: Rows,
+        weight_VD: Tensor,
         block: slice,
         lse_T: Tensor,
         coefficients: LogitCoefficients,
-    ) -> None:
-        """Turns a tile of logits into their gradient, in place (formula: LogitCoefficients)."""
+    ) -> Tensor:
+        """Gradient of a tile of logits (formula: LogitCoefficients), in the product dtype."""
+        tile_TV = self.logits(rows, weight_VD, block)
         column_T, inside_T = rows.columns_in(block)
         own_T = coefficients.target_T.masked_fill(~inside_T, 0.0)
         for group in self.row_groups(tile_TV):
@@ -163,9 +164,17 @@ class TileMath:
             values_TV.scatter_add_(1, column_T[group, None], own_T[group, None])
             if self.product != self.sum_dtype:
                 tile_TV[group].copy_(values_TV)
+        return tile_TV
+
+    def set_product(self, sum_XD: Tensor, left_XK: Tensor, right_KD: Tensor) -> None:
+        """`sum = left @ right`, with the sum held in the summation dtype."""
+        if left_XK.dtype == sum_XD.dtype:
+            torch.mm(left_XK, right_KD, out=sum_XD)
+        else:
+            sum_XD.copy_(left_XK @ right_KD)
 
     def add_product(self, sum_XD: Tensor, left_XK: Tensor, right_KD: Tensor) -> None:
-        """`sum += left @ right`, with the sum held in the summation dtype."""
+        """`sum += left @ right`, likewise."""
         if left_XK.dtype == sum_XD.dtype:
             torch.addmm(sum_XD, left_XK, right_KD, out=sum_XD)
         else:
@@ -198,12 +207,8 @@ class BlockGradient:
     def add(self, gradient_TV: Tensor, hidden_TD: Tensor) -> None:
         if self._sum_VD is None:
             return
-        if self._is_fresh and gradient_TV.dtype == self._sum_VD.dtype:
-            torch.mm(gradient_TV.t(), hidden_TD, out=self._sum_VD)
-        elif self._is_fresh:
-            self._sum_VD.copy_(gradient_TV.t() @ hidden_TD)
-        else:
-            self._math.add_product(self._sum_VD, gradient_TV.t(), hidden_TD)
+        put = self._math.set_product if self._is_fresh else self._math.add_product
+        put(self._sum_VD, gradient_TV.t(), hidden_TD)
         self._is_fresh = False
 
     def store(self) -> None:
