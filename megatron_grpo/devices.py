@@ -23,8 +23,9 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 def resolve_dtype(dtype: str, *, gpu: bool, cpuinfo: Path = CPUINFO) -> str:
     """Turn "auto" into the compute type the hardware is good at; other names pass through.
 
-    Policy and engine both ask here, so that "auto" means the same on both sides of one machine type: bfloat16
-    on a GPU or on a processor that multiplies it natively, else float32 (emulated bfloat16 is slower).
+    Policy and engine both ask here, so that "auto" means the same on both sides of one machine
+    type: bfloat16 on a GPU or on a processor that multiplies it natively, else float32 (emulated
+    bfloat16 is slower).
 
     >>> resolve_dtype("auto", gpu=True), resolve_dtype("float32", gpu=True)
     ('bfloat16', 'float32')

@@ -29,6 +29,7 @@ def engine_env(config: VllmGeneratorConfig, threads: int, *, gpu: bool) -> dict[
         # Eager mode still compiles small helpers with a C++ compiler, some 20 s at the first batch.
         env["TORCH_COMPILE_DISABLE"] = "1"
         # Workers share cores with each other and with the policy: the scheduler places them better
-        # than a fixed binding, which vLLM refuses anyway where there are fewer NUMA nodes than workers.
+        # than a fixed binding, which vLLM refuses anyway where there are fewer NUMA nodes than
+        # workers.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return env

@@ -1,4 +1,4 @@
-"""Which tokens end a completion, read from the checkpoint once and given to every generator alike."""
+"""Which tokens end a completion: read from the checkpoint, the same for every generator."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def stop_token_ids(folder: Path) -> tuple[int, ...]:
         found = _eos(path) if path.is_file() else None
         if found is None:
             continue
-        ids = found if isinstance(found, list) else [found]
-        if not ids or not all(type(i) is int and i >= 0 for i in ids):
+        named = found if isinstance(found, list) else [found]
+        ids = tuple(i for i in named if type(i) is int and i >= 0)
+        if not ids or len(ids) != len(named):
             raise CheckpointError(
                 str(path),
                 "eos_token_id must be a token id or a list of them",
                 found=found,
                 remedy="correct the file",
             )
-        return tuple(ids)
+        return ids
     raise CheckpointError(
         str(folder),
         "neither generation_config.json nor config.json has an eos_token_id",

@@ -3,19 +3,18 @@
     submit --> [ vLLM engine, stepped only inside `collect` ] --> collect
                        ^ pull_weights, between steps
 
-Everything a checkpoint could change about sampling is set here in full: its generation_config.json is
-not read, stop tokens are ours, and each request carries every sampling parameter.
+Everything a checkpoint could change about sampling is set here in full: its generation_config.json
+is not read, stop tokens are ours, and each request carries every sampling parameter.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Sequence
 
-import numpy as np
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -25,10 +24,11 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from megatron_grpo.config import ModelConfig, SamplingConfig, VllmGeneratorConfig, WeightsConfig
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import RolloutError, WeightExchangeError
+from megatron_grpo.generation.engine_output import completion
 from megatron_grpo.generation.stopping import stop_token_ids
 from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION, plain_senders
 from megatron_grpo.protocols import PullReport
-from megatron_grpo.types import Completion, FinishReason, GenerationRequest
+from megatron_grpo.types import Completion, GenerationRequest
 from megatron_grpo.weights.manifest import check_manifest
 from megatron_grpo.weights.specs import SenderSpec
 
@@ -37,7 +37,6 @@ CPU_KV_CACHE_BYTES = 512 << 20
 # attention wants a multiple of 32.
 CPU_BLOCK_TOKENS = 32
 CPU_BATCH_TOKENS = 4096
-_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VllmEngine:
@@ -96,8 +95,8 @@ class VllmEngine:
             arguments.kv_cache_memory_bytes = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
             arguments.enforce_eager = True
             arguments.block_size = CPU_BLOCK_TOKENS
-            # A prompt cut over two steps is sampled from after the first and the sample thrown away;
-            # vLLM then winds the request's generator back, which a CPU generator cannot do.
+            # A prompt cut over two steps is sampled from after the first and the sample thrown
+            # away; vLLM then winds the request's generator back, which a CPU generator cannot do.
             arguments.enable_chunked_prefill = False
             arguments.max_num_batched_tokens = max(CPU_BATCH_TOKENS, config.max_model_tokens)
         return arguments
@@ -115,12 +114,12 @@ class VllmEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue all requests, or none if one of them is not valid.
 
-        A budget that does not fit after the prompt is cut to what fits (the completion then ends with
-        "length").
+        A budget that does not fit after the prompt is cut to what fits (the completion then ends
+        with "length").
 
         Raises:
-            RolloutError: no weights pulled yet, an id in flight, a prompt that leaves no room for one
-                token or holds an id outside the vocabulary, or a budget below 1.
+            RolloutError: no weights pulled yet, an id in flight, a prompt that leaves no room for
+                one token or holds an id outside the vocabulary, or a budget below 1.
         """
         self._check_usable()
         if self._version < 0:
@@ -128,22 +127,21 @@ class VllmEngine:
                 "generator",
                 "has no weights of the policy yet",
                 found=self._version,
-                remedy="push version 0 before the first request: tokens of unknown weights cannot be "
-                "trained on",
+                remedy="push version 0 first: tokens of unknown weights cannot be trained on",
             )
         taken = set(self.in_flight)
         for request in requests:
             self._check_request(request, taken)
             taken.add(request.request_id)
         for request in requests:
-            prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids.tolist())
             self._engine.add_request(request.request_id, prompt, self._parameters(request))
             self._requests[request.request_id] = request
 
     def collect(self, slice_s: float) -> list[Completion]:
-        """Step until at least one request has finished or the slice is over, then what has finished.
+        """Step until at least one request has finished or the slice is over.
 
-        An empty list means: none yet, or nothing is in flight.
+        Returns all that have finished; nothing when none has yet, or nothing is in flight.
         """
         self._check_usable()
         until = time.monotonic() + slice_s
@@ -213,7 +211,7 @@ class VllmEngine:
         is every cached prefix.
 
         Raises:
-            WeightExchangeError: they did not arrive whole; the engine refuses all work from then on.
+            WeightExchangeError: they did not arrive whole; the engine refuses all work afterwards.
         """
         self._check_usable()
         start = time.monotonic()
@@ -294,69 +292,13 @@ class VllmEngine:
         )
 
     def _finish(self, request_id: str, output: CompletionOutput) -> None:
-        self._finished.append(completion(request_id, output))
-        del self._requests[request_id]
-
-
-def completion(request_id: str, output: CompletionOutput) -> Completion:
-    """Our type from vLLM's, refusing what cannot be trained on.
-
-    Raises:
-        RolloutError: a token without a finite log-probability or without a weight version.
-    """
-    token_ids = np.array(output.token_ids, np.int32)
-    return Completion(
-        request_id,
-        token_ids,
-        sampled_logprobs(request_id, output),
-        _versions(request_id, output, len(token_ids)),
-        _finish_reason(request_id, output),
-    )
-
-
-def sampled_logprobs(request_id: str, output: CompletionOutput) -> np.ndarray:
-    """[N] float32: of the sampled ids, looked up by id; entries of other candidates are ignored."""
-    found = output.logprobs or []
-    if len(found) != len(output.token_ids):
-        raise RolloutError(
-            f"request {request_id}",
-            f"has {len(output.token_ids)} tokens but log-probabilities for {len(found)}",
-            remedy="this is a fault of the engine; without them nothing could be trained",
-        )
-    values = np.empty(len(found), np.float32)
-    for position, (token_id, candidates) in enumerate(zip(output.token_ids, found, strict=True)):
-        entry = candidates.get(token_id)
-        logprob = None if entry is None else entry.logprob
-        if logprob is None or not math.isfinite(logprob):
-            raise RolloutError(
-                f"request {request_id}",
-                f"token {position} (id {token_id}) has no finite log-probability",
-                found=logprob,
-                remedy="the weights may hold NaN; see the step before",
+        self._finished.append(
+            completion(
+                request_id,
+                output.token_ids,
+                output.logprobs or [],
+                [(span.version, span.start, span.end) for span in output.weight_versions or []],
+                output.finish_reason,
             )
-        values[position] = logprob
-    return values
-
-
-def _versions(request_id: str, output: CompletionOutput, num_tokens: int) -> np.ndarray:
-    """[N] int32 from vLLM's spans of tokens sampled under one version."""
-    versions = np.full(num_tokens, -1, np.int32)
-    for span in output.weight_versions or []:
-        versions[span.start : span.end] = int(span.version)
-    if bool((versions < 0).any()):
-        raise RolloutError(
-            f"request {request_id}",
-            "has tokens without a weight version",
-            found=[(span.version, span.start, span.end) for span in output.weight_versions or []],
-            remedy="this is a fault of the engine; such tokens are refused as training data",
         )
-    return versions
-
-
-def _finish_reason(request_id: str, output: CompletionOutput) -> FinishReason:
-    reason = _FINISH.get(output.finish_reason)
-    if reason is None:
-        raise RolloutError(
-            f"request {request_id}", "ended for an unknown reason", found=output.finish_reason
-        )
-    return reason
+        del self._requests[request_id]

@@ -10,10 +10,12 @@ vLLM imports this module in each worker, before the model is loaded, because the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -41,8 +43,8 @@ from megatron_grpo.weights.specs import SenderSpec, TensorSpec
 BACKEND = "megatron_grpo"
 EXTENSION = "megatron_grpo.generation.vllm_worker.WorkerExtension"
 
-# (host, port, [(name, shape, dtype)]): a SenderSpec as plain data, which vLLM's own messages between
-# its processes can carry.
+# (host, port, [(name, shape, dtype)]): a SenderSpec as plain data, which vLLM's own messages
+# between its processes can carry.
 PlainSender = tuple[str, int, list[tuple[str, list[int], str]]]
 
 
@@ -71,6 +73,12 @@ def sender_specs(plain: list[PlainSender]) -> tuple[SenderSpec, ...]:
         )
         for host, port, manifest in plain
     )
+
+
+class _Loader(Protocol):
+    """What every vLLM model is, though nn.Module does not say so."""
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]: ...
 
 
 @dataclass
@@ -122,7 +130,7 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         stream = self.receiver.receive(update_info.version)
         try:
-            self.model.load_weights(stream)
+            cast(_Loader, self.model).load_weights(stream)
             untaken = next(stream, None)
             if untaken is not None:
                 raise WeightExchangeError(
@@ -172,8 +180,11 @@ def _check_complete(model: nn.Module, tied: bool) -> None:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """On a CPU each layer keeps a packed copy of its weight, and a reload renews it for the layers that
-    got tensors. A tied head gets none of its own, and would go on with the old weights."""
+    """Renew the packed copy of its weight that a layer keeps on a CPU.
+
+    A reload does it for layers that got tensors. A tied head gets none of its own, and would
+    silently go on with the old weights.
+    """
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
@@ -185,7 +196,7 @@ class WorkerExtension:
     model_runner: GPUModelRunner
 
     def use_inversion_sampler(self) -> None:
-        self.model_runner.sampler = InversionSampler()
+        self.model_runner.sampler = InversionSampler()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, CollectiveTransfer)

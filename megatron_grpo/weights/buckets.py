@@ -58,7 +58,7 @@ def manifest_bytes(manifest: Sequence[TensorSpec]) -> int:
 
 
 def manifest_digest(manifest: Sequence[TensorSpec]) -> int:
-    """A 63-bit fingerprint of names, shapes, dtypes and their order; it fits an int64 header field."""
+    """A 63-bit fingerprint of names, shapes, dtypes and their order, to fit an int64 field."""
     digest = hashlib.sha256()
     for spec in manifest:
         digest.update(f"{spec.name}|{spec.shape}|{spec.dtype}\n".encode())

@@ -1,13 +1,14 @@
 """Weights from one policy rank to every engine worker, in buckets, over gloo or NCCL.
 
-    CollectiveSender (rank 0)                     CollectiveReceiver (ranks 1..R), one per engine worker
-      header: version, manifest     ---------->     refuses another version or manifest
-      bucket 0, bucket 1, ...       ---------->     yields (name, tensor), views of a fresh buffer
-      acknowledgement               <--------->     after the last tensor was taken
+    CollectiveSender (rank 0)                   CollectiveReceiver (ranks 1..R), one per worker
+      header: version, manifest     -------->     refuses another version or manifest
+      bucket 0, bucket 1, ...       -------->     yields (name, tensor), views of a fresh buffer
+      acknowledgement               <------->     after the last tensor was taken
 
-Each sender has its own group; a receiver belongs to one group per sender and goes through them in order. Either end
-that fails says so to the others (see `group`), so an error on one rank is an error on all, within the deadline.
-After an error the exchange is over: engines may hold half of a push and must not be used.
+Each sender has its own group; a receiver belongs to one group per sender and goes through them in
+order. Either end that fails says so to the others (see `group`), so an error on one rank is an
+error on all, within the deadline. After an error the exchange is over: engines may hold half of a
+push and must not be used.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class CollectiveSender:
         """Send exactly the manifest; back when every receiver has taken its last tensor.
 
         Raises:
-            WeightExchangeError: `tensors` is not the manifest (names the tensor), a receiver gave up (says why) or
-                is late. The receivers fail as well.
+            WeightExchangeError: `tensors` is not the manifest (names the tensor), or a receiver
+                gave up (says why) or is late. The receivers fail as well.
         """
         start = time.monotonic()
         until = start + self._group.deadline_s
@@ -108,7 +109,8 @@ class CollectiveReceiver:
         num_receivers, backend, bucket_bytes, deadline_s, device: as at the senders.
 
     Raises:
-        WeightExchangeError: a sender or another receiver is missing, or a name comes from two senders.
+        WeightExchangeError: a sender or another receiver is missing, or two senders have the
+            same name.
     """
 
     def __init__(
@@ -140,12 +142,13 @@ class CollectiveReceiver:
             )
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of every sender, once; each is a view of a buffer that is not used again.
+        """Yield every tensor of every sender once, as a view of a buffer that is not used again.
 
         The consumer must take all of them: stopping early fails the push on every rank.
 
         Raises:
-            WeightExchangeError: another version or manifest arrives, or a sender gave up, died or is late.
+            WeightExchangeError: another version or manifest arrives, or a sender gave up, died or
+                is late.
         """
         until = time.monotonic() + self._deadline_s
         try:
@@ -212,7 +215,7 @@ def _check_unique(names: Sequence[str]) -> None:
 
 
 def _pack(bucket: Bucket, given: Iterator[Tensor], device: torch.device) -> Tensor:
-    """The bucket's bytes; a contiguous tensor that has the bucket to itself is sent from where it is."""
+    """The bucket's bytes; a contiguous tensor alone in its bucket is sent from where it is."""
     if len(bucket.slots) == 1:
         only = next(given)
         if only.is_contiguous() and only.device == device:
@@ -233,7 +236,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _checked(
     tensors: Iterator[tuple[str, Tensor]], manifest: Sequence[TensorSpec]
 ) -> Iterator[Tensor]:
-    """Pass tensors on, one per spec, refusing any that is not what the manifest says at its place."""
+    """Pass tensors on, refusing any that is not what the manifest has in its place."""
     iterator = iter(tensors)
     known = {spec.name for spec in manifest}
     for position, spec in enumerate(manifest):

@@ -1,15 +1,17 @@
-"""One sender and its receivers: a process group outside torch's default one, where nothing waits for ever.
+"""One sender and its receivers, in a process group where nothing waits for ever.
 
-torch's default group belongs to Megatron in a policy rank and to vLLM in an engine worker, so the exchange builds
-raw process groups over the sender's store. The store is also the side channel by which either end tells the others
-that it gave up: a rank that fails writes why, and everyone who waits reads it within `FAILURE_POLL_S`, on any
-backend, rather than sitting in a collective until its timeout.
+torch's default group belongs to Megatron in a policy rank and to vLLM in an engine worker, so the
+exchange builds raw process groups over the sender's store. The store is also the side channel by
+which either end tells the others that it gave up: a rank that fails writes why, and everyone who
+waits reads it within `FAILURE_POLL_S`, on any backend, rather than sitting in a collective until
+its timeout.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -107,10 +109,8 @@ class ExchangeGroup:
         """Tell all ranks why this one gives up, and leave. Only the first cause is kept."""
         if self.closed:
             return
-        try:
+        with suppress(RuntimeError):  # the sender is gone, and with it the place to say so
             self._store.compare_set(_FAILED, "", cause)
-        except RuntimeError:  # the sender's process is gone, and so is everyone to be told
-            pass
         self.close()
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class ExchangeGroup:
             )
 
     def _wait(self, work: Work, until: float, what: str) -> None:
-        """Poll, because no backend can be told to wake up for a failure elsewhere (and NCCL's wait does not block)."""
+        """Poll: no backend wakes up for a failure elsewhere, and NCCL's own wait does not block."""
         pause = _SHORTEST_SLEEP_S
         next_check = time.monotonic() + FAILURE_POLL_S
         while not work.is_completed():
@@ -227,7 +227,7 @@ def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> Proce
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return ProcessGroupGloo(store, rank, size, timeout)
     # Gloo would otherwise listen on whatever the host name resolves to, often 127.0.1.1.
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=routable_address())]
     return ProcessGroupGloo(store, rank, size, options)

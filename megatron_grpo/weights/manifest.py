@@ -1,4 +1,4 @@
-"""Whether what the policy promises to send is the whole checkpoint, asked before anything is sent."""
+"""Whether what the policy promises to send is the whole model, asked before anything is sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _refuse(problem: str, names: set[str]) -> None:
             "weight manifest",
             f"{len(names)} tensors {problem}",
             found=", ".join(sorted(names)[:5]),
-            remedy="policy and generator must use the same checkpoint, and the policy send all of it",
+            remedy="the policy must send all of the checkpoint that the engine has loaded",
         )
 
 

@@ -1,4 +1,4 @@
-"""Runs senders and receivers as threads of one process over real gloo groups; every wait is bounded."""
+"""Senders and receivers as threads of one process, over real gloo groups; waits are bounded."""
 
 from __future__ import annotations
 

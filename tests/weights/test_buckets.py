@@ -1,4 +1,4 @@
-"""Buckets are computed alike on both sides, hold every tensor once and never more bytes than asked."""
+"""Buckets hold every tensor once, aligned, and never more bytes than asked."""
 
 from __future__ import annotations
 

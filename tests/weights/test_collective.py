@@ -1,4 +1,4 @@
-"""A push arrives bitwise whole, or both sides raise within seconds and say why. Real gloo groups."""
+"""A push arrives bitwise whole, or both sides raise within seconds and say why; real gloo."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_two_receivers_get_every_tensor_bitwise_push_after_push(bucket_bytes):
             report = exchange.senders[0].send(version, iter(tensors))
             kept.append(futures[0].result(WAIT_S))
             assert_same(futures[1].result(WAIT_S), tensors)
-            # 3*(1+...+7) floats, 5 halves, padding of 2 bytes when the scalar shares their bucket, one float
+            # 3*(1+...+7) floats, 5 halves, one float, which is aligned if it shares their bucket
             padding = 0 if bucket_bytes == 1 else 2
             assert report.sent_bytes == 84 * 4 + 10 + padding + 4
             assert (report.version, report.num_tensors) == (version, 10)
@@ -176,7 +176,7 @@ def test_a_sender_that_never_pushes_fails_the_receiver_naming_it_and_the_bucket(
 
 def test_a_receiver_that_never_joins_is_named():
     store, _ = host_store(5.0)
-    with pytest.raises(WeightExchangeError, match="receiver 0, receiver 1 did not join within 0.5"):
+    with pytest.raises(WeightExchangeError, match=r"receiver 0, receiver 1 did not join within 0\.5"):
         CollectiveSender(store, (), 2, "gloo", 64, 0.5, CPU)
 
 
