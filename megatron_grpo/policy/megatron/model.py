@@ -107,7 +107,9 @@ def transformer_config(
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence,
         moe_token_dispatcher_type="alltoall",  # demanded by variable lengths, dense or not
-        variable_seq_lengths=True,
+        # Megatron's exchange of shapes mixes up the two neighbours where they are the same rank
+        # (two stages under virtual pipelining): equal lengths there, see schedule.
+        variable_seq_lengths=parallel.virtual_pipeline == 1,
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=True,

@@ -1,7 +1,7 @@
 """Identical beginnings are computed once: the rollouts of a group share their prompt.
 
-    given   [p p p a a] [p p p b] [q q c]        three sequences, two of them with the same beginning
-    run     [p p p] a a b | [q q c]              families: a shared prefix, then members' own
+    given   [p p p a a] [p p p b] [q q c]      three sequences, two with the same beginning
+    run     [p p p] a a b | [q q c]            families: a shared prefix, then members' own
 
 Under a causal mask the hidden states of a prefix do not depend on what follows, so those of `run`
 at `expand_T` are those of `given`, and gradients add up on the way back. Nothing else knows about it:

@@ -11,28 +11,25 @@ ranks is the gradient, once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from grpo_kernels import linear_logprob
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_grpo.batch import IGNORED_TARGET, LossOutput, MicroBatch, split_sequences
+from megatron_grpo.batch import LossOutput, MicroBatch, split_sequences
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.errors import ConfigError
-from megatron_grpo.policy.megatron.attention import zigzag_index
+from megatron_grpo.policy.megatron.head import Head, Share
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.protocols import Loss
 
-# What the last stage does with log-probabilities and entropies; returns what to differentiate.
-Consume = Callable[[Tensor, Tensor | None, MicroBatch], Tensor]
+# (share, hidden, head weight) -> the scalar to differentiate; called on the last stage.
+Finish = Callable[[Share, Tensor, Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -83,8 +80,7 @@ class Engine:
         self._cp_group = parallel_state.get_context_parallel_group()
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._unsummed = False
-        config = self._chunks[0].config
-        self._sequence_parallel = config.sequence_parallel
+        config = self._model_config = self._chunks[0].config
         if overlap_grad_reduce:
             # One function for one chunk, a list for several: what the schedules expect.
             config.no_sync_func = _one_or_all([w.no_sync for w in self._wrapped])
@@ -112,16 +108,16 @@ class Engine:
                 "sums gradients as they arrive, so they can accumulate over one call only",
                 remedy="set it to false, or step after every batch",
             )
+        head = self._head(temperature)
         outputs: list[LossOutput] = []
 
-        def consume(logprob_T: Tensor, entropy_T: Tensor | None, mb: MicroBatch) -> Tensor:
-            assert entropy_T is not None
-            output = loss(logprob_T, entropy_T, mb)
+        def finish(share: Share, hidden: Tensor, weight_VD: Tensor) -> Tensor:
+            output = loss(*head.train(share, hidden, weight_VD), share.given)
             # Numbers stay on the device until the step is over: reading them here would stall it.
             outputs.append(replace(output, loss=output.loss.detach().clone()))
             return output.loss
 
-        self._run(microbatches, partial(self._head, temperature, True, True, consume), False)
+        self._run(microbatches, finish, forward_only=False)
         self._unsummed = True
         totals = Totals(0.0, {}, {})
         for output in outputs:
@@ -141,126 +137,81 @@ class Engine:
         self, microbatches: Sequence[MicroBatch], temperature: float
     ) -> list[tuple[int, Tensor]]:
         """(id, [L - 1] log-probabilities) of every real sequence, on the last stage only."""
+        head = self._head(temperature)
         found: list[tuple[int, Tensor]] = []
 
-        def consume(logprob_T: Tensor, entropy_T: Tensor | None, mb: MicroBatch) -> Tensor:
-            found.extend(split_sequences(mb, logprob_T))
+        def finish(share: Share, hidden: Tensor, weight_VD: Tensor) -> Tensor:
+            logprob_T = head.score(share, hidden, weight_VD)
+            found.extend(split_sequences(share.given, logprob_T))
             return logprob_T.sum()
 
         with torch.no_grad():
-            self._run(microbatches, partial(self._head, temperature, False, False, consume), True)
+            self._run(microbatches, finish, forward_only=True)
         return found
 
+    def _head(self, temperature: float) -> Head:
+        return Head(
+            vocab=self._spec.vocab,
+            temperature=temperature,
+            tp_group=self._tp_group,
+            cp_group=self._cp_group,
+            sequence_parallel=self._model_config.sequence_parallel,
+            overlap=self._overlap,
+        )
+
     def _run(
-        self,
-        microbatches: Sequence[MicroBatch],
-        head: Callable[[DecoderModel, MicroBatch, Tensor, Tensor], Tensor],
-        forward_only: bool,
+        self, microbatches: Sequence[MicroBatch], finish: Finish, *, forward_only: bool
     ) -> None:
-        size, rank = self._cp_group.size(), self._cp_group.rank()
-        local = []
-        for microbatch in microbatches:
-            moved = _to(microbatch, self._device)
-            local.append((moved, zigzag_index(moved.cu_seqlens, size, rank).to(self._device)))
+        longest = max(mb.num_tokens for mb in microbatches)
+        equal = not self._model_config.variable_seq_lengths
+        shares = [
+            Share.of(mb, longest if equal else mb.num_tokens, self._cp_group, self._device)
+            for mb in microbatches
+        ]
 
-        def forward_step(batches: Iterator[tuple[MicroBatch, Tensor]], wrapped: Any) -> Any:
-            microbatch, index_T = next(batches)
-            hidden = self._forward(wrapped, microbatch, index_T)
-            model = self._chunks[self._wrapped.index(wrapped)]
+        def forward_step(waiting: Iterator[Share], wrapped: DistributedDataParallel) -> Any:
+            share = next(waiting)
 
-            def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss = head(model, microbatch, index_T, output)
-                return loss, torch.ones((), dtype=torch.int), {}
+            def loss_func(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                weight_VD = self._chunks[self._wrapped.index(wrapped)].head_weight
+                self._await_parameter(weight_VD)
+                return finish(share, hidden, weight_VD), torch.ones((), dtype=torch.int), {}
 
-            return hidden, loss_func
+            return self._forward(wrapped, share), loss_func
 
         run = get_forward_backward_func()
-        iterators = [iter(local) for _ in self._wrapped]
+        iterators = [iter(shares) for _ in self._wrapped]
         several = len(self._wrapped) > 1
         run(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
             model=self._wrapped if several else self._wrapped[0],
-            num_microbatches=len(local),
-            seq_length=max(mb.num_tokens for mb in microbatches),
+            num_microbatches=len(shares),
+            seq_length=longest,
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
-    def _forward(self, wrapped: Any, microbatch: MicroBatch, index_T: Tensor) -> Tensor:
+    def _forward(self, wrapped: DistributedDataParallel, share: Share) -> Tensor:
+        microbatch = share.run
         bounds = microbatch.cu_seqlens.to(self._device, torch.int32)
+        # The true longest sequence: with the total, rope would take absolute offsets.
         longest = microbatch.max_sequence_tokens
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
-            # The true longest sequence: with the total, rope would take absolute offsets.
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        extra = {"fp32_output": False} if self._chunks[0].config.bf16 else {}
+        precision = {"fp32_output": False} if self._model_config.bf16 else {}
         return wrapped(
-            microbatch.token_ids_T[index_T][None],
-            microbatch.position_T[index_T][None],
+            microbatch.token_ids_T[share.index_T][None],
+            microbatch.position_T[share.index_T][None],
             None,
             packed_seq_params=packed,
-            **extra,
+            **precision,
         )
-
-    def _head(
-        self,
-        temperature: float,
-        trained_only: bool,
-        with_entropy: bool,
-        consume: Consume,
-        model: DecoderModel,
-        microbatch: MicroBatch,
-        index_T: Tensor,
-        hidden: Tensor,
-    ) -> Tensor:
-        """Give `consume` this micro-batch's whole log-probabilities, on the last stage's ranks.
-
-        trained_only: leave out tokens without weight and mask (prompts, padding): their
-            log-probability and entropy are 0, which no loss reads.
-        """
-        hidden_TD = hidden.squeeze(1)
-        targets_T = microbatch.target_ids_T[index_T]
-        rows: Tensor | None = None
-        if trained_only:
-            wanted_T = (microbatch.mask_T | (microbatch.loss_weight_T != 0))[index_T]
-            if self._sequence_parallel:
-                targets_T = targets_T.masked_fill(~wanted_T, IGNORED_TARGET)
-            else:
-                rows = wanted_T.nonzero().squeeze(1)
-                if len(rows) == 0:  # keep the graph, so that every parameter gets its zero
-                    rows = wanted_T.new_zeros(1, dtype=torch.int64)
-                    targets_T = torch.full_like(targets_T, IGNORED_TARGET)
-                hidden_TD, targets_T = hidden_TD.index_select(0, rows), targets_T[rows]
-        weight_VD = model.head_weight
-        self._await_parameter(weight_VD)
-        logprob, entropy = linear_logprob(
-            hidden_TD,
-            weight_VD,
-            targets_T,
-            temperature=temperature,
-            vocab_group=self._tp_group if self._tp_group.size() > 1 else None,
-            vocab_size=self._spec.vocab,
-            sequence_parallel=self._sequence_parallel,
-            with_entropy=with_entropy,
-            main_grad=weight_VD.main_grad if torch.is_grad_enabled() else None,
-            weight_grad_placeholder=self._overlap,
-        )
-        if rows is not None:
-            logprob = _spread(logprob, rows, len(index_T))
-            entropy = None if entropy is None else _spread(entropy, rows, len(index_T))
-        if self._cp_group.size() > 1:
-            held = [
-                zigzag_index(microbatch.cu_seqlens, self._cp_group.size(), r).to(self._device)
-                for r in range(self._cp_group.size())
-            ]
-            logprob = GatherZigzag.apply(logprob, held, self._cp_group)
-            entropy = None if entropy is None else GatherZigzag.apply(entropy, held, self._cp_group)
-        return consume(logprob, entropy, microbatch)
 
     def _await_parameter(self, weight: Tensor) -> None:
         """The head's weight is used outside any module: wait for its overlapped gather."""
@@ -268,42 +219,6 @@ class Engine:
             group = wrapped.param_to_bucket_group.get(weight)
             if wrapped.use_forward_hook and group is not None:
                 group.finish_param_sync()
-
-
-class GatherZigzag(torch.autograd.Function):
-    """[T / cp] on every context-parallel rank -> [T] in the pack's order on all of them.
-
-    The backward pass takes this rank's positions of the gradient and no more: every rank
-    computes the same loss, so adding the ranks' gradients up would count it cp times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, held: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-        ctx.index = held[group.rank()]
-        parts = [torch.empty_like(local) for _ in held]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        whole = local.new_empty(len(local) * len(held))
-        for index, part in zip(held, parts):
-            whole[index] = part
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][ctx.index], None, None
-
-
-def _spread(values: Tensor, rows: Tensor, size: int) -> Tensor:
-    return values.new_zeros(size).index_copy(0, rows, values)
-
-
-def _to(microbatch: MicroBatch, device: torch.device) -> MicroBatch:
-    moved = {
-        field.name: value.to(device, non_blocking=True)
-        for field in fields(microbatch)
-        if isinstance(value := getattr(microbatch, field.name), Tensor)
-        and field.name != "cu_seqlens"
-    }
-    return replace(microbatch, **moved) if device.type != "cpu" else microbatch
 
 
 def _one_or_all(functions: list[Any]) -> Any:
