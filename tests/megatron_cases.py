@@ -19,6 +19,8 @@ from torch import Tensor
 from megatron_grpo.algorithms.packing import TokenSequence, make_train_batch, token_weights
 from megatron_grpo.batch import BatchShape, LossOutput, MicroBatch, TrainBatch, masked_sum
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
+from megatron_grpo.errors import ConfigError, GrpoError
+from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.backend import MegatronRank
 from megatron_grpo.policy.megatron.export import BoundParameter, gathered_tensors
 from megatron_grpo.weights.rendezvous import Rendezvous
@@ -191,3 +193,116 @@ def step_case(rank: int, world: int, case: Case, folder: Path) -> dict[str, Any]
 def merged(results: list[dict[str, Any]], key: str) -> Arrays:
     """Named arrays of all roots."""
     return {name: array for result in results for name, array in result[key].items()}
+
+
+def score_case(rank: int, world: int, cases: list[Case], folder: Path) -> list[Any]:
+    """Log-probabilities of several batches under one layout: (replica's results, per case)."""
+    with running(rank, world, cases[0], folder) as policy:
+        results = []
+        for case in cases:
+            batch = case.batch(policy.batch_shape)
+            mine = batch.replicas[policy.data_parallel_rank]
+            results.append(policy.logprobs(mine, case.temperature))
+        return results
+
+
+def train_case(rank: int, world: int, cases: list[Case], folder: Path) -> list[dict[str, Any]]:
+    """Statistics and gradients of several batches under one layout, each from zero."""
+    with running(rank, world, cases[0], folder) as policy:
+        results = []
+        for case in cases:
+            batch = case.batch(policy.batch_shape)
+            mine = batch.replicas[policy.data_parallel_rank]
+            stats = policy.forward_backward(mine, case.temperature, case.loss)
+            policy._started.updater.sum_gradients()
+            results.append({"stats": stats, "gradients": gradients(policy)})
+            policy._started.updater.zero_grad()
+        return results
+
+
+def accumulate_case(rank: int, world: int, case: Case, folder: Path) -> dict[str, Any]:
+    """The same batch twice, then one step; and once what is left behind."""
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        first = policy.forward_backward(mine, 1.0, case.loss)
+        problem = ""
+        try:
+            policy.forward_backward(mine, 1.0, case.loss)
+        except ConfigError as error:
+            problem = str(error)
+        update = policy.optimizer_step()
+        policy.forward_backward(mine, 1.0, case.loss)
+        again = policy.optimizer_step()
+        return {"stats": first, "problem": problem, "norms": (update.grad_norm, again.grad_norm)}
+
+
+@dataclass(frozen=True)
+class PoisonedLoss(RatioLoss):
+    """Not a number in the gradient, as from an infinite ratio."""
+
+    def __call__(self, logprob_T: Tensor, entropy_T: Tensor, mb: MicroBatch) -> LossOutput:
+        return LossOutput((logprob_T * torch.inf * mb.loss_weight_T).sum(), {}, {})
+
+
+def poison_case(rank: int, world: int, case: Case, folder: Path) -> tuple[str, bool, float]:
+    """A step with non-finite gradients: the error, whether weights stayed, the next norm."""
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        before = weights(policy)
+        policy.forward_backward(mine, 1.0, PoisonedLoss())
+        problem = ""
+        try:
+            policy.optimizer_step()
+        except GrpoError as error:
+            problem = str(error)
+        after = weights(policy)
+        same = all(np.array_equal(before[name], after[name]) for name in before)
+        policy.forward_backward(mine, 1.0, case.loss)
+        return problem, same, policy.optimizer_step().grad_norm
+
+
+def padding_case(rank: int, world: int, case: Case, folder: Path) -> dict[str, Any]:
+    """Scores with the padding rows of the vocabulary at +10, and those rows after two steps."""
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        plain = policy.logprobs(mine, 1.0)
+        tables = [
+            item.parameter
+            for item in policy._started.bound
+            if item.rule.megatron in ("embedding.word_embeddings.weight", "output_layer.weight")
+        ]
+        real = max(0, min(tables[0].shape[0], 130 - rank % 2 * tables[0].shape[0]))
+        with torch.no_grad():
+            for table in tables:
+                table[real:] = 10.0
+        policy._started.updater.optimizer.reload_model_params()
+        poisoned = policy.logprobs(mine, 1.0)
+        for _ in range(2):
+            policy.forward_backward(mine, 1.0, case.loss)
+            policy.optimizer_step()
+        kept = all(bool((table[real:] == 10.0).all()) for table in tables)
+        return {
+            "rows": tables[0].shape[0],
+            "plain": plain,
+            "poisoned": poisoned,
+            "kept": kept,
+            "exported": {n: a.shape for n, a in weights(policy).items()},
+        }
+
+
+def export_case(rank: int, world: int, case: Case, folder: Path, target: Path) -> None:
+    """Load and export, untouched."""
+    with running(rank, world, case, folder) as policy:
+        policy.export(target)
+
+
+def manifest_case(rank: int, world: int, case: Case, folder: Path) -> tuple[Any, list[Any]]:
+    """What each rank says it will send, and what it then streams in bfloat16."""
+    with running(rank, world, case, folder) as policy:
+        manifest = policy.weight_manifest("bfloat16")
+        parts = policy._started
+        streamed = []
+        if mesh.holds_first_replica():
+            for name, tensor in gathered_tensors(parts.bound, parts.spec, torch.bfloat16):
+                streamed.append((name, tuple(tensor.shape), str(tensor.dtype)))
+        return manifest, streamed

@@ -123,7 +123,7 @@ class _Reader:
         self.where = where
 
     def error(
-        self, name: str, problem: str, found: Value = None, remedy: str = ""
+        self, name: str, problem: str, found: object = None, remedy: str = ""
     ) -> CheckpointError:
         return CheckpointError(f"{self.where}: {name}", problem, found=found, remedy=remedy)
 

@@ -187,7 +187,7 @@ def write_shard(
                         f"{file}: {name}", "the stream broke its manifest", found=given
                     )
                 flat = tensor.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
-                out.write(memoryview(flat.numpy()))
+                out.write(flat.numpy().data)
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:

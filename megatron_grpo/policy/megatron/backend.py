@@ -7,7 +7,6 @@ collective: membership follows the rank's place in the layout, never the data.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
@@ -27,6 +25,7 @@ from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfi
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.errors import ClusterError, ConfigError, WeightExchangeError
+from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.device import (
     choose_transformer_engine,
     compute_dtype,
@@ -37,8 +36,6 @@ from megatron_grpo.policy.megatron.export import (
     bind_parameters,
     export_folder,
     gathered_tensors,
-    in_root_group,
-    is_root,
     load_weights,
     stored_tensors,
 )
@@ -110,6 +107,7 @@ class MegatronRank:
         self._rendezvous_store: TCPStore | None = None
         self._parts: _Parts | None = None
         self._channel: _Channel | None = None
+        self._weights_dtype = torch.float32
 
     # Start and end
 
@@ -152,7 +150,6 @@ class MegatronRank:
         self._parts = _Parts(device, source.spec, source, wrapped, bound, engine, updater)
 
     def _join(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        parallel = self._config.parallel
         store = PrefixStore("policy", join_store(rendezvous, self._deadline_s))
         try:
             dist.init_process_group(
@@ -168,17 +165,7 @@ class MegatronRank:
                 f"did not meet all {self._world_size} ranks within {self._deadline_s:g} s: {error}",
                 remedy="see the logs of the other ranks",
             ) from error
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor,
-            pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=(
-                parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
-            ),
-            context_parallel_size=parallel.context,
-            expert_model_parallel_size=parallel.expert,
-            expert_tensor_parallel_size=parallel.expert_tensor,
-            distributed_timeout_minutes=max(1, math.ceil(self._deadline_s / 60)),
-        )
+        mesh.build_mesh(self._config.parallel, self._deadline_s)
         model_parallel_cuda_manual_seed(self._seed)
 
     def close(self) -> None:
@@ -188,7 +175,7 @@ class MegatronRank:
         self._channel = None
         self._parts = None
         if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
+            mesh.leave_mesh()
             dist.destroy_process_group()
 
     @property
@@ -218,7 +205,7 @@ class MegatronRank:
     @property
     def data_parallel_rank(self) -> int:
         """Which replica's micro-batches this rank wants."""
-        return parallel_state.get_data_parallel_rank()
+        return mesh.replica()
 
     # Training
 
@@ -233,11 +220,7 @@ class MegatronRank:
 
     def _reduce(self, totals: Totals, seconds: float) -> StepStats:
         """Add up the replicas, each counted once, and tell everyone."""
-        speaker = (
-            self._started.engine.last_stage
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_context_parallel_rank() == 0
-        )
+        speaker = mesh.on_last_stage() and mesh.first_of_shards()
         everyone: list[tuple[Totals | None, float] | None] = [None] * self._world_size
         dist.all_gather_object(everyone, (totals if speaker else None, seconds))
         whole, slowest = Totals(0.0, {}, {}), 0.0
@@ -273,11 +256,9 @@ class MegatronRank:
         """
         parts = self._started
         scored = parts.engine.score(microbatches, temperature)
-        first = (
-            parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_context_parallel_rank() == 0
-        )
-        return [(index, values.float().cpu().numpy()) for index, values in scored if first]
+        if not mesh.first_of_shards():
+            return []
+        return [(index, values.float().cpu().numpy()) for index, values in scored]
 
     # Weights out
 
@@ -286,7 +267,7 @@ class MegatronRank:
         is a root.
         """
         parts = self._started
-        if not is_root():
+        if not mesh.is_stage_root():
             return ()
         return tuple(
             TensorSpec(name, shape, dtype)
@@ -295,7 +276,7 @@ class MegatronRank:
 
     def open_channel(self) -> Rendezvous | None:
         """Roots open a store for the weight channel and return its address; None elsewhere."""
-        if not is_root():
+        if not mesh.is_stage_root():
             return None
         store, rendezvous = host_store(self._deadline_s)
         self._channel = _Channel(store)
@@ -326,9 +307,9 @@ class MegatronRank:
         start = time.monotonic()
         self._sync_parameters()
         report = PushReport(version, 0, 0, 0.0)
-        if in_root_group():
+        if mesh.holds_first_replica():
             tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
-            if is_root():
+            if mesh.is_stage_root():
                 report = self._send(version, tensors)
             for _ in tensors:  # peers of a root take part in its gathers
                 pass

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_grpo.conversion.families import CANONICAL_NAMES, ModelSpec
@@ -24,6 +23,7 @@ from megatron_grpo.conversion.hf_folder import (
 from megatron_grpo.conversion.rules import Direct
 from megatron_grpo.conversion.sharding import join, shard_of
 from megatron_grpo.errors import CheckpointError
+from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.model import DecoderModel
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.(.*)$")
@@ -54,7 +54,7 @@ def bind_parameters(chunks: Sequence[DecoderModel], spec: ModelSpec) -> list[Bou
             match = _LAYER.match(name)
             layer, template = 0, name
             if match:
-                layer = model.decoder.layers[int(match[2])].layer_number - 1
+                layer = model.global_layer(int(match[2]))
                 template = f"{match[1]}{{layer}}.{CANONICAL_NAMES.get(match[3], match[3])}"
             rule = spec.rule_for(template)
             _mark_sharded(parameter, rule)
@@ -76,8 +76,7 @@ def _mark_sharded(parameter: torch.nn.Parameter, rule: Direct) -> None:
 
 def load_weights(bound: Sequence[BoundParameter], folder: HfFolder) -> None:
     """Fill this rank's parameters from a checkpoint, reading only this rank's share of it."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
+    size, rank = mesh.tensor_group().size(), mesh.tensor_group().rank()
     with torch.no_grad():
         for item in bound:
             shard = shard_of(item.rule, item.layer, folder.spec, folder.read, size, rank)
@@ -89,14 +88,6 @@ def load_weights(bound: Sequence[BoundParameter], folder: HfFolder) -> None:
                     remedy="this is a fault of the conversion table; report it",
                 )
             item.parameter.copy_(shard)
-
-
-def is_root() -> bool:
-    """Whether this rank speaks for its stage: tensor, context and data rank 0."""
-    return (
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    )
 
 
 def stored_tensors(
@@ -117,7 +108,7 @@ def gathered_tensors(
     Every tensor rank of the root's group must run the iterator to its end; others than the root
     get nothing from it. Cast to `dtype` before travelling. Holds one parameter at a time.
     """
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    size = mesh.tensor_group().size()
     for item in bound:
         if not item.rule.stored:
             continue
@@ -125,12 +116,12 @@ def gathered_tensors(
         shard = shard if dtype is None else shard.to(dtype)
         whole = item.rule.axis is None or size == 1
         shards = [shard] if whole else _gather_to_root(shard)
-        if is_root():
+        if mesh.is_stage_root():
             yield from join(item.rule, item.layer, spec, shards)
 
 
 def _gather_to_root(shard: Tensor) -> list[Tensor]:
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = mesh.tensor_group()
     root = dist.get_global_rank(group, 0)
     shard = shard.contiguous()
     if dist.get_rank() != root:
@@ -139,11 +130,6 @@ def _gather_to_root(shard: Tensor) -> list[Tensor]:
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.gather(shard, shards, dst=root, group=group)
     return shards
-
-
-def in_root_group() -> bool:
-    """Whether this rank takes part in `gathered_tensors`: data and context rank 0."""
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
 def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Path) -> None:
@@ -155,16 +141,15 @@ def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Pat
     Raises:
         CheckpointError: on every rank, with the first failure of any rank.
     """
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage, stages = mesh.stage()
     file = SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
     first = dist.get_rank() == 0
     _agree(_attempt(lambda: begin_folder(target)) if first else None)
     written: list[tuple[str, list[str], int]] = []
     problem = None
-    if in_root_group():
+    if mesh.holds_first_replica():
         tensors = gathered_tensors(bound, source.spec, None)
-        if is_root():
+        if mesh.is_stage_root():
             manifest = [
                 (name, shape, source.headers[name].dtype)
                 for name, shape in stored_tensors(bound, source.spec)

@@ -9,7 +9,7 @@ methods here and nowhere else.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -48,7 +48,11 @@ class DecoderModel(GPTModel):
         """[padded vocabulary / tp, hidden]: the output layer, or the embedding it is tied to."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        return cast(Tensor, self.output_layer.weight)
+
+    def global_layer(self, local: int) -> int:
+        """Index in the whole model of this chunk's layer `local`."""
+        return cast(int, self.decoder.layers[local].layer_number) - 1
 
 
 def transformer_config(
@@ -131,7 +135,7 @@ def layer_spec(
     if use_te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer = spec.submodules
+    layer = cast(Any, spec.submodules)
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
@@ -140,7 +144,8 @@ def layer_spec(
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    norm = cast(Any, RMSNorm)  # built like the layer norms above
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
 def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> list[DecoderModel]:
@@ -153,7 +158,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
         stage = chunk if virtual else None
         model = DecoderModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, use_te, stage),
+            transformer_layer_spec=cast(ModuleSpec, layer_spec(config, use_te, stage)),
             vocab_size=padded_vocabulary(spec.vocab, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(

@@ -4,8 +4,8 @@
     run     [p p p] a a b | [q q c]            families: a shared prefix, then members' own
 
 Under a causal mask the hidden states of a prefix do not depend on what follows, so those of `run`
-at `expand_T` are those of `given`, and gradients add up on the way back. Nothing else knows about it:
-batches, losses and heads see whole sequences. Any common beginning counts, prompt or not.
+at `expand_T` are those of `given`, and gradients add up on the way back. Nothing else knows about
+it: batches, losses and heads see whole sequences. Any common beginning counts, prompt or not.
 """
 
 from __future__ import annotations

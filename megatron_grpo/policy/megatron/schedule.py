@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,6 +23,7 @@ from torch import Tensor
 from megatron_grpo.batch import LossOutput, MicroBatch, split_sequences
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.errors import ConfigError
+from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.head import Head, Share
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.protocols import Loss
@@ -77,8 +77,8 @@ class Engine:
         self._spec = spec
         self._device = device
         self._overlap = overlap_grad_reduce
-        self._cp_group = parallel_state.get_context_parallel_group()
-        self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._cp_group = mesh.context_group()
+        self._tp_group = mesh.tensor_group()
         self._unsummed = False
         config = self._model_config = self._chunks[0].config
         if overlap_grad_reduce:
@@ -88,10 +88,6 @@ class Engine:
             config.finalize_model_grads_func = _sum_without_scaling
         if overlap_param_gather:
             config.param_sync_func = _one_or_all([w.start_param_sync for w in self._wrapped])
-
-    @property
-    def last_stage(self) -> bool:
-        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def train(self, microbatches: Sequence[MicroBatch], temperature: float, loss: Loss) -> Totals:
         """Add the gradients of these micro-batches.
@@ -185,7 +181,7 @@ class Engine:
         run(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
-            model=self._wrapped if several else self._wrapped[0],
+            model=[*self._wrapped] if several else self._wrapped[0],
             num_microbatches=len(shares),
             seq_length=longest,
             micro_batch_size=1,
