@@ -32,6 +32,8 @@ class BatchShape:
         microbatch_tokens: most tokens T of one micro-batch (over all context-parallel ranks).
         sequence_multiple: every sequence is padded to a multiple of this inside the pack
             (2 * context * (tensor if sequence parallel)).
+        keep_groups: the policy computes common beginnings once, so a group's rollouts belong into
+            one micro-batch as far as they fit.
         microbatch_multiple: number of micro-batches per replica must be a multiple of this
             (pipeline size under virtual pipelining).
     """
@@ -40,6 +42,7 @@ class BatchShape:
     microbatch_tokens: int = 4096
     sequence_multiple: int = 1
     microbatch_multiple: int = 1
+    keep_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)

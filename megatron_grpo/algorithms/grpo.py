@@ -53,6 +53,7 @@ class Grpo:
             RolloutError: no group at all.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
+        group_S = [number for number, group in enumerate(groups) for _ in group.rollouts]
         advantages = [self._advantages(group) for group in groups]
         advantage_S = np.concatenate(advantages) if advantages else np.zeros(0)
         sequences = [
@@ -61,8 +62,9 @@ class Grpo:
                 loss_mask=rollout.loss_mask & self._is_trained(rollout),
                 advantages=np.full(rollout.num_tokens, advantage, np.float32),
                 behavior_logprobs=rollout.behavior_logprobs,
+                group=group,
             )
-            for rollout, advantage in zip(rollouts, advantage_S, strict=True)
+            for rollout, advantage, group in zip(rollouts, advantage_S, group_S, strict=True)
         ]
         num_trained_S = np.array([s.num_trained_tokens for s in sequences], np.int64)
         return make_train_batch(

@@ -35,6 +35,7 @@ class TokenSequence:
         advantages: of each token; read where loss_mask is True.
         behavior_logprobs: the generator's log-probability of each token; NaN where it had none.
         reference_logprobs: the frozen model's, or None.
+        group: number of the group it belongs to; see BatchShape.keep_groups.
     """
 
     token_ids: Int32
@@ -42,6 +43,7 @@ class TokenSequence:
     advantages: Float32
     behavior_logprobs: Float32
     reference_logprobs: Float32 | None = None
+    group: int = 0
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -109,7 +111,11 @@ def make_train_batch(
             "has reference log-probabilities for some of its sequences only",
             remedy="score all of them with the reference policy, or none",
         )
-    plan = plan_microbatches([len(sequence.token_ids) for sequence in sequences], shape)
+    plan = plan_microbatches(
+        [len(sequence.token_ids) for sequence in sequences],
+        shape,
+        [sequence.group for sequence in sequences],
+    )
     return TrainBatch(
         replicas=tuple(
             tuple(_pack(sequences, token_weight_S, members, shape) for members in replica)
@@ -123,12 +129,15 @@ def make_train_batch(
     )
 
 
-def plan_microbatches(num_tokens_S: Sequence[int], shape: BatchShape) -> Plan:
+def plan_microbatches(
+    num_tokens_S: Sequence[int], shape: BatchShape, group_S: Sequence[int] | None = None
+) -> Plan:
     """Which sequences go together: plan[replica][micro-batch] lists positions in `num_tokens_S`.
 
     Every replica gets the same number of micro-batches, a multiple of `shape.microbatch_multiple`,
     as few as a best-fit packing needs; tokens are balanced over them and over the replicas. An
-    empty list is a micro-batch of filler.
+    empty list is a micro-batch of filler. Under `shape.keep_groups` neighbours of one group stay
+    together as far as they fit.
 
     >>> plan_microbatches([5, 3, 4], BatchShape(data_parallel=2, microbatch_tokens=8))
     [[[1, 2]], [[0]]]
@@ -142,13 +151,32 @@ def plan_microbatches(num_tokens_S: Sequence[int], shape: BatchShape) -> Plan:
                 found=shape.microbatch_tokens,
                 remedy=f"set it to at least {padded}, or shorten prompts or completions",
             )
-    order = sorted(range(len(padded_S)), key=lambda i: (-padded_S[i], i))
-    tight = _best_fit(order, padded_S, shape.microbatch_tokens)
+    singles = range(len(padded_S))
+    groups = group_S if shape.keep_groups and group_S is not None else singles
+    units = _units(padded_S, groups, shape.microbatch_tokens)
+    size_U = [sum(padded_S[i] for i in unit) for unit in units]
+    order = sorted(range(len(units)), key=lambda u: (-size_U[u], u))
+    tight = _best_fit(order, size_U, shape.microbatch_tokens)
     num_bins = _round_up(len(tight), shape.data_parallel * shape.microbatch_multiple)
-    bins = _level(order, padded_S, num_bins, shape.microbatch_tokens)
+    bins = _level(order, size_U, num_bins, shape.microbatch_tokens)
     if bins is None:
         bins = tight + [[] for _ in range(num_bins - len(tight))]
-    return _deal([sorted(members) for members in bins], padded_S, shape.data_parallel)
+    members = [sorted(i for u in chosen for i in units[u]) for chosen in bins]
+    return _deal(members, padded_S, shape.data_parallel)
+
+
+def _units(padded_S: Sequence[int], group_S: Sequence[int], capacity: int) -> list[list[int]]:
+    """Neighbours of one group, cut where they would overflow a micro-batch."""
+    units: list[list[int]] = []
+    room = 0
+    for i, padded in enumerate(padded_S):
+        if units and group_S[i] == group_S[i - 1] and padded <= room:
+            units[-1].append(i)
+        else:
+            units.append([i])
+            room = capacity
+        room -= padded
+    return units
 
 
 def _round_up(number: int, multiple: int) -> int:

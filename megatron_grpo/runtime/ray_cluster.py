@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -107,6 +107,8 @@ class RayCluster:
         """Create an actor in its bundle; returns before it is up (a failure shows at its first
         call).
         """
+        if self._group is None:
+            raise ClusterError(name, "cannot start: the cluster is closed")
         spec = self._placement.bundles[bundle]
         remote = ray.remote(Host).options(
             num_cpus=spec.cpus,
@@ -117,7 +119,7 @@ class RayCluster:
                 placement_group=self._group, placement_group_bundle_index=bundle
             ),
         )
-        member = Member(name, remote.remote(target, arguments))
+        member = Member(name, cast(ActorHandle, remote.remote(target, arguments)))
         self._members.append(member)
         return member
 

@@ -276,3 +276,16 @@ def test_results_come_back_in_batch_order_and_packing_is_deterministic(case):
     assert [mb.sequence_ids for mb in all_microbatches(batch)] == [
         mb.sequence_ids for mb in all_microbatches(again)
     ]
+
+
+def test_groups_stay_together_where_the_policy_computes_common_beginnings_once():
+    shape = BatchShape(microbatch_tokens=12, keep_groups=True)
+    # Groups of 4 + 4 + 4, 5 + 5 and 9 tokens: one micro-batch each.
+    plan = plan_microbatches([4, 4, 4, 5, 5, 9], shape, [0, 0, 0, 1, 1, 2])
+    assert sorted(plan[0]) == [[0, 1, 2], [3, 4], [5]]
+
+
+def test_a_group_too_large_for_a_microbatch_is_cut_between_rollouts():
+    shape = BatchShape(microbatch_tokens=10, keep_groups=True)
+    plan = plan_microbatches([4, 4, 4], shape, [0, 0, 0])
+    assert sorted(plan[0]) == [[0, 1], [2]]
