@@ -10,6 +10,7 @@ vLLM imports this module in each worker, before the model is loaded, because the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -27,11 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from megatron_grpo.errors import WeightExchangeError
@@ -121,7 +118,7 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        layerwise.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if self.receiver is None:
@@ -145,7 +142,7 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu" and self._tied:
             _repack_tied_head(self.model)
 
@@ -161,7 +158,7 @@ def _check_complete(model: nn.Module, tied: bool) -> None:
     A layer that got all of them is reset by vLLM and no longer `can_load`.
     """
     for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
+        info = layerwise.get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
         parameters, _ = info.restore_metadata  # buffers are computed, not sent
@@ -200,3 +197,7 @@ class WorkerExtension:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, CollectiveTransfer)
+
+# vLLM warns, at every push, of layers that got nothing because they have nothing to get (rotary
+# tables, tied heads). `_check_complete` tells those from real ones, and raises.
+logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)

@@ -179,10 +179,10 @@ def test_b1_a_cached_prefix_is_dropped_with_its_weights(fleet, engine, new_model
     assert engine.call("probe_cached_tokens", again) == 96  # three whole blocks of 32
     fleet.push(new_model)
     assert engine.call("probe_cached_tokens", after) == 0
-    done = engine.run([one])["one"]  # from the cache of the new weights
+    done = engine.run([one])["one0"]  # from the cache of the new weights
     expected = greedy_continuation(new_model, one.prompt_ids, 24, STOP)
     assert done.token_ids.tolist() == expected.tolist()
-    assert next(differences(new_model, [one], {"one": done}, 1.0)).max() < 1e-4
+    assert next(differences(new_model, [one], {"one0": done}, 1.0)).max() < 1e-4
 
 
 def test_b1_a_request_in_flight_goes_on_under_the_new_weights_on_its_own_prefix(
