@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .shard import Backend, GradientSinks, ShardHead, ShardTokens, WeightGradient, sum_dtype
 from .stats import LogitCoefficients, TokenScores
@@ -88,10 +87,9 @@ class LinearLogprob(torch.autograd.Function):
         return logprob_T, entropy_T
 
     @staticmethod
-    @once_differentiable  # its stub makes ctx positional-only, which torch's own base class is not
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # only under create_graph; the result would look constant
+            raise RuntimeError("linear_logprob has no second derivative; drop create_graph=True")
         logprob_grad_T, entropy_grad_T = grad_outputs
         if logprob_grad_T is None and entropy_grad_T is None:
             return None, None, None, None

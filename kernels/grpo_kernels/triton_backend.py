@@ -1,6 +1,7 @@
 """Launches the Triton kernels on one vocabulary shard; the order of work is that of chunked.py."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,11 @@ def _tile_kwargs(config: KernelConfig, operand: Tensor) -> dict[str, int | str]:
     }
 
 
+def _launch(kernel: Any, grid: tuple[int, int], *args: Any, **kwargs: Any) -> None:
+    """Runs one kernel; untyped because triton's stubs want its own wrapper for every constant."""
+    kernel[grid](*args, **kwargs)
+
+
 def _scale_T(rows: Rows) -> Tensor:
     if rows.inv_temperature_T is not None:
         return rows.inv_temperature_T
@@ -72,7 +78,10 @@ class TritonMath(TileMath):
         num_parts = parts_P4T.shape[0]
         num_columns, width = weight_VD.shape
         columns_per_part = _cdiv(_cdiv(num_columns, config.columns), num_parts) * config.columns
-        stats_kernel[(_cdiv(len(rows), config.rows), num_parts)](
+        grid = (_cdiv(len(rows), config.rows), num_parts)
+        _launch(
+            stats_kernel,
+            grid,
             rows.hidden_TD,
             weight_VD,
             weight_VD if bias_V is None else bias_V,
@@ -105,7 +114,10 @@ class TritonMath(TileMath):
         tile_TV = self.scratch.take("tile", (len(rows), num_columns), self.product)
         config = self.configs.gradient
         entropy_T = coefficients.entropy_T
-        gradient_kernel[(_cdiv(len(rows), config.rows), _cdiv(num_columns, config.columns))](
+        grid = (_cdiv(len(rows), config.rows), _cdiv(num_columns, config.columns))
+        _launch(
+            gradient_kernel,
+            grid,
             rows.hidden_TD,
             weight_VD,
             weight_VD if bias_V is None else bias_V,
@@ -141,7 +153,10 @@ class TritonMath(TileMath):
         config = self.configs.product
         num_rows, depth = left_XK.shape
         num_columns = right_KD.shape[1]
-        product_kernel[(_cdiv(num_rows, config.rows), _cdiv(num_columns, config.columns))](
+        grid = (_cdiv(num_rows, config.rows), _cdiv(num_columns, config.columns))
+        _launch(
+            product_kernel,
+            grid,
             left_XK,
             right_KD,
             sum_XD,

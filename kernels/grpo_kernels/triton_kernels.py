@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from .stats import EMPTY_MAX
 
@@ -68,7 +69,7 @@ def configs_for(capability: tuple[int, int], dtype: torch.dtype) -> KernelConfig
 
 def check_device(weight_VD: Tensor) -> None:
     """Raises ValueError where the kernels can run neither on the device nor interpreted."""
-    if not weight_VD.is_cuda and not triton.knobs.runtime.interpret:
+    if not weight_VD.is_cuda and not knobs.runtime.interpret:
         raise ValueError(
             f"the Triton kernels need a CUDA device, the weight is on {weight_VD.device}; use"
             " implementation='chunked', or TRITON_INTERPRET=1 to run them on a CPU for debugging"

@@ -1,8 +1,9 @@
-"""The oracle of the log-probability tests: naive logits in fp64 under plain autograd.
+"""The grid of the log-probability tests and its oracle: naive logits in fp64, plain autograd.
 
 Shared by the one-process tests and by the gloo workers, which import it by name.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,24 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         return names[self.dtype]
+
+
+TEMPERATURES = [0.5, 1.0, 1.7, "per token"]
+
+
+def full_grid(sequence_parallel: bool) -> list[Case]:
+    """Every combination of the options, 288 cases; those with untied weights have a bias."""
+    return [
+        Case(dtype, temperature, entropy, ignored, tied, chunk, sequence_parallel, bias=not tied)
+        for dtype, temperature, entropy, ignored, tied, chunk in itertools.product(
+            ["fp32", "bf16"],
+            TEMPERATURES,
+            [True, False],
+            ["first", "last", "all"],
+            [False, True],
+            [1, 5, None],
+        )
+    ]
 
 
 # The sizes of fault D7, and a vocabulary that no group size or chunk divides.

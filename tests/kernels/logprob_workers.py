@@ -4,6 +4,7 @@ Starting a process costs seconds (torch's import), a case costs milliseconds: so
 started once, and each request is a function of this module with a list of cases.
 """
 
+import os
 import queue
 import socket
 import traceback
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from grpo_kernels import linear_logprob
+from grpo_kernels.chunked import ChunkedBackend
+from grpo_kernels.shard import Backend
 from logprob_oracle import VOCAB, Case, Problem, disagreements, make_problem
 from torch import Tensor
 
@@ -42,15 +45,17 @@ class GlooWorld:
         for requests in self._requests:
             requests.put((function, args))
         answers: dict[int, Any] = {}
+        failures: list[str] = []
         for _ in range(WORLD_SIZE):
             try:
                 rank, answer, failure = self._answers.get(timeout=DEADLINE_S)
             except queue.Empty:
                 missing = sorted(set(range(WORLD_SIZE)) - set(answers))
                 raise TimeoutError(f"no answer from ranks {missing} in {DEADLINE_S} s") from None
-            if failure:
-                raise AssertionError(f"rank {rank} failed:\n{failure}")
             answers[rank] = answer
+            if failure:
+                failures.append(f"rank {rank} failed:\n{failure}")
+        assert not failures, "\n".join(failures)
         return answers
 
     def close(self) -> None:
@@ -64,6 +69,8 @@ class GlooWorld:
 
 def _serve(rank: int, port: int, requests: Any, answers: Any) -> None:
     torch.set_num_threads(1)
+    # Read when triton is first imported, which is when a case first asks for the Triton kernels.
+    os.environ["TRITON_INTERPRET"] = "1"
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
     )
@@ -109,25 +116,47 @@ class _SliceOfTokens(torch.autograd.Function):
         return whole, None
 
 
-def sharded(values_V: Tensor, group: dist.ProcessGroup, fill: float = 10.0) -> Tensor:
+def sharded(values_V: Tensor, group: dist.ProcessGroup | None, fill: float = 10.0) -> Tensor:
     """This rank's rows, after padding to a multiple of the group; padding must not matter."""
-    rows = -(-values_V.shape[0] // group.size())
-    padded = values_V.new_full((rows * group.size(), *values_V.shape[1:]), fill)
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    rows = -(-values_V.shape[0] // size) + 1
+    padded = values_V.new_full((rows * size, *values_V.shape[1:]), fill)
     padded[: values_V.shape[0]] = values_V
-    return padded.chunk(group.size())[group.rank()].contiguous()
+    return padded.chunk(size)[rank].contiguous()
 
 
-def run_case(case: Case, problem: Problem, group: dist.ProcessGroup) -> list[str]:
+def _embedded(token_ids_T: Tensor, shard_VD: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Rows of the tied weight for each token, looked up on whichever rank has them."""
+    rank = 0 if group is None else group.rank()
+    local_T = token_ids_T - rank * shard_VD.shape[0]
+    inside_T = (local_T >= 0) & (local_T < shard_VD.shape[0])
+    own_TD = shard_VD[local_T.masked_fill(~inside_T, 0)] * inside_T[:, None]
+    return own_TD if group is None else _SumOverGroup.apply(own_TD, group)
+
+
+def _backend(name: str, case: Case) -> Backend:
+    if name == "chunked":
+        return ChunkedBackend(case.chunk, case.chunk)
+    from grpo_kernels.triton_backend import TritonBackend
+    from grpo_kernels.triton_kernels import KernelConfig, KernelConfigs
+
+    # The smallest tiles a matrix unit takes; two vocabulary parts, so that parts are merged.
+    small = KernelConfig(16, 16, 16, 4, 1)
+    # A launch costs milliseconds here, so one token at a time is left to the other backend.
+    tokens = None if case.chunk == 1 else case.chunk
+    return TritonBackend(tokens, case.chunk, 2, KernelConfigs(small, small, small))
+
+
+def run_case(
+    case: Case, problem: Problem, group: dist.ProcessGroup | None, backend: str = "chunked"
+) -> list[str]:
     """Disagreements of one rank with the oracle, on this rank's shard of every gradient."""
     shard_VD = sharded(problem.weight_VD, group).requires_grad_()
     bias_V = None if problem.bias_V is None else sharded(problem.bias_V, group).requires_grad_()
     base_TD = problem.base_TD.clone().requires_grad_()
     hidden_TD = base_TD
     if case.tied:
-        local_T = problem.token_ids_T - group.rank() * shard_VD.shape[0]
-        inside_T = (local_T >= 0) & (local_T < shard_VD.shape[0])
-        embedded_TD = shard_VD[local_T.masked_fill(~inside_T, 0)] * inside_T[:, None]
-        hidden_TD = base_TD + _SumOverGroup.apply(embedded_TD, group)
+        hidden_TD = base_TD + _embedded(problem.token_ids_T, shard_VD, group)
     if case.sequence_parallel:
         hidden_TD = _SliceOfTokens.apply(hidden_TD, group)
     logprob_T, entropy_T = linear_logprob(
@@ -139,8 +168,7 @@ def run_case(case: Case, problem: Problem, group: dist.ProcessGroup) -> list[str
         vocab_size=VOCAB,
         bias=bias_V,
         sequence_parallel=case.sequence_parallel,
-        chunk_tokens=case.chunk,
-        chunk_vocab=case.chunk,
+        implementation=_backend(backend, case),
     )
     problem.loss(case, logprob_T, entropy_T).backward()
     assert base_TD.grad is not None and shard_VD.grad is not None
@@ -157,7 +185,8 @@ def run_case(case: Case, problem: Problem, group: dist.ProcessGroup) -> list[str
         assert bias_V.grad is not None
         found["bias gradient"] = bias_V.grad
         expected["bias gradient"] = sharded(expected["bias gradient"], group, fill=0.0)
-    real = min(max(VOCAB - group.rank() * shard_VD.shape[0], 0), shard_VD.shape[0])
+    first_id = 0 if group is None else group.rank() * shard_VD.shape[0]
+    real = min(max(VOCAB - first_id, 0), shard_VD.shape[0])
     wrong = disagreements(case, found, expected)
     if shard_VD.grad[real:].any():
         wrong.append(f"{case}: padding rows have a gradient")
@@ -165,10 +194,9 @@ def run_case(case: Case, problem: Problem, group: dist.ProcessGroup) -> list[str
 
 
 def run_cases(
-    groups: dict[int, dist.ProcessGroup], group_size: int, cases: list[Case]
+    groups: dict[int, dist.ProcessGroup], group_size: int, cases: list[Case], backend: str
 ) -> list[str]:
-    """Disagreements over many cases. At group size 2 the two pairs share the cases."""
-    group = groups[group_size]
-    num_groups = WORLD_SIZE // group_size
-    mine = cases[dist.get_rank() // group_size :: num_groups]
-    return [word for case in mine for word in run_case(case, make_problem(case), group)]
+    """Disagreements over many cases, which groups smaller than the world share among them."""
+    group = groups[group_size] if group_size > 1 else None
+    mine = cases[dist.get_rank() // group_size :: WORLD_SIZE // group_size]
+    return [word for case in mine for word in run_case(case, make_problem(case), group, backend)]

@@ -27,7 +27,8 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 OPERANDS = {"hidden_ptr", "weight_ptr", "bias_ptr", "left_ptr", "right_ptr", "out_ptr"}
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # per block, CUDA C guide, table 30
+# Shared memory a block may have, by architecture (CUDA C++ programming guide, technical data).
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 MAX_REGISTERS = 255
 
 KERNELS = {
@@ -97,8 +98,9 @@ def _compile(name: str, config: KernelConfig, arch: int, operand: str, folder: P
 
 def _config(name: str, arch: int, dtype: torch.dtype) -> KernelConfig:
     configs = configs_for((arch // 10, arch % 10), dtype)
-    chosen = {"stats": configs.stats, "gradient": configs.gradient}
-    return chosen[name] if name in chosen else configs.product
+    if name == "stats":
+        return configs.stats
+    return configs.gradient if name == "gradient" else configs.product
 
 
 @pytest.mark.slow
