@@ -9,14 +9,19 @@ knows this: token ids, targets, positions and the gathering of results all go th
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_grpo.policy.megatron.prefixes import Family
 
 # A padded batch of all sequences beats one call per sequence until padding doubles the work (CPU,
 # 64 x 60 tokens: one call 4 times faster).
@@ -43,6 +48,37 @@ def zigzag_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
         for piece in (rank, 2 * size - 1 - rank):
             pieces.append(torch.arange(start + piece * chunk, start + (piece + 1) * chunk))
     return torch.cat(pieces)
+
+
+@dataclass
+class FamilyParams(PackedSeqParams):
+    """A pack whose sequences share beginnings (see prefixes.py). To Megatron it is one sequence of
+    all the computed tokens, whose rotary angles `PositionedRotary` looks up token by token; only
+    PackedAttention knows the families.
+    """
+
+    families: tuple[Family, ...] = ()
+
+
+class PositionedRotary(torch.nn.Module):
+    """Megatron's rotary embedding, by the position of each token where `look_up` gave them."""
+
+    def __init__(self, inner: RotaryEmbedding) -> None:
+        super().__init__()
+        self.inner = inner
+        self._position_U: Tensor | None = None
+
+    def look_up(self, position_U: Tensor | None) -> None:
+        """Positions of the tokens of the next forward pass; None: 0, 1, 2... in every sequence."""
+        self._position_U = position_U
+
+    def forward(self, max_seq_len: int, **options: Any) -> Tensor:
+        """[max_seq_len, 1, 1, d] angles, or those of the positions looked up, [U, 1, 1, d]."""
+        angles = self.inner(max_seq_len, **options)
+        return angles if self._position_U is None else angles[self._position_U]
+
+    def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> int:
+        return self.inner.get_rotary_seq_len(*arguments, **options)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -97,6 +133,8 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         assert packed_seq_params is not None, "only packed sequences are trained on"
+        if isinstance(packed_seq_params, FamilyParams):
+            return self._families(query, key, value, packed_seq_params.families)
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         if self.cp_size > 1:
@@ -124,10 +162,7 @@ class PackedAttention(torch.nn.Module):
         """All sequences as one right-padded batch: causal masking already hides the padding from
         real tokens.
         """
-        # Slot of every packed token in the padded batch, row-major.
-        slots = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)]).to(
-            q.device
-        )
+        slots = _slots(lengths, longest).to(q.device)
         batch = len(lengths)
 
         def pad(x: Tensor) -> Tensor:
@@ -138,6 +173,38 @@ class PackedAttention(torch.nn.Module):
 
         out = self._attend(pad(q), pad(k), pad(v)).reshape(batch * longest, *q.shape[1:])
         return out if len(slots) == batch * longest else out.index_select(0, slots)
+
+    def _families(
+        self, query: Tensor, key: Tensor, value: Tensor, families: tuple[Family, ...]
+    ) -> Tensor:
+        """[U, heads, d]: every prefix attends to itself, every member to its prefix and itself."""
+        sizes = [family.num_tokens for family in families]
+        parts = zip(families, query.split(sizes), key.split(sizes), value.split(sizes))
+        return torch.cat([self._family(*part) for part in parts])
+
+    def _family(self, family: Family, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared, own = family.prefix_tokens, family.own_tokens
+        longest, members = max(own), len(own)
+        if shared == 0:
+            return self._attend(q[None], k[None], v[None])[0]
+        cut = [shared, q.shape[0] - shared]
+        (q_shared, q), (k_shared, k), (v_shared, v) = q.split(cut), k.split(cut), v.split(cut)
+        slots = _slots(own, longest).to(q.device)
+
+        def pad(x: Tensor) -> Tensor:
+            flat = x.new_zeros(members * longest, *x.shape[1:]).index_copy(0, slots, x)
+            return flat.view(members, longest, *x.shape[1:])
+
+        def after(prefix: Tensor, x: Tensor) -> Tensor:
+            return torch.cat([prefix.expand(members, *prefix.shape), pad(x)], dim=1)
+
+        ones = torch.ones(longest, shared + longest, dtype=torch.bool, device=q.device)
+        out = self._attend(
+            pad(q), after(k_shared, k), after(v_shared, v), mask=ones.tril(diagonal=shared)
+        )
+        own_out = out.reshape(members * longest, *q.shape[1:]).index_select(0, slots)
+        shared_out = self._attend(q_shared[None], k_shared[None], v_shared[None])[0]
+        return torch.cat([shared_out, own_out])
 
     def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
         size, group = self.cp_size, self.cp_group
@@ -157,3 +224,8 @@ class PackedAttention(torch.nn.Module):
             outputs.append(self._attend(part[None], keys[None], values[None], mask.to(q.device))[0])
             offset += share
         return torch.cat(outputs)
+
+
+def _slots(lengths: Sequence[int], longest: int) -> Tensor:
+    """Slot of every packed token in the batch padded to `longest`, row-major."""
+    return torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])

@@ -60,6 +60,7 @@ class _Parts:
     bound: list[BoundParameter]
     engine: Engine
     updater: Updater
+    use_te: bool
 
 
 @dataclass(slots=True)
@@ -144,10 +145,11 @@ class MegatronRank:
             device,
             self._config.overlap_grad_reduce,
             self._config.overlap_param_gather,
+            self._shares_prefixes(use_te),
         )
         updater = Updater(wrapped, self._config)
         updater.zero_grad()
-        self._parts = _Parts(device, source.spec, source, wrapped, bound, engine, updater)
+        self._parts = _Parts(device, source.spec, source, wrapped, bound, engine, updater, use_te)
 
     def _join(self, rendezvous: Rendezvous, device: torch.device) -> None:
         store = PrefixStore("policy", join_store(rendezvous, self._deadline_s))
@@ -196,7 +198,15 @@ class MegatronRank:
             microbatch_tokens=self._config.microbatch_tokens,
             sequence_multiple=parallel.sequence_multiple,
             microbatch_multiple=parallel.microbatch_multiple,
+            keep_groups=self._shares_prefixes(self._started.use_te),
         )
+
+    def _shares_prefixes(self, use_te: bool) -> bool:
+        """Common beginnings are computed once by our own attention, where a rank holds whole
+        sequences and micro-batches may differ in length.
+        """
+        parallel = self._config.parallel
+        return not use_te and parallel.sequence_multiple == 1 and parallel.virtual_pipeline == 1
 
     @property
     def layout(self) -> str:

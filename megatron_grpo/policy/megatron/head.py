@@ -12,7 +12,9 @@ from grpo_kernels import linear_logprob
 from torch import Tensor
 
 from megatron_grpo.batch import IGNORED_TARGET, MicroBatch
+from megatron_grpo.policy.megatron import prefixes
 from megatron_grpo.policy.megatron.attention import zigzag_index
+from megatron_grpo.policy.megatron.prefixes import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +26,37 @@ class Share:
         run: as the model sees it: `given`, or longer by filler (see `lengthen`).
         held: for every context-parallel rank, the positions in `run` that it holds, in its order.
         index_T: this rank's of `held`.
+        sharing: which tokens of `run` the model computes; None is all of them.
     """
 
     given: MicroBatch
     run: MicroBatch
     held: tuple[Tensor, ...]
     index_T: Tensor
+    sharing: Sharing | None
 
     @classmethod
     def of(
-        cls, microbatch: MicroBatch, length: int, group: dist.ProcessGroup, device: torch.device
+        cls,
+        microbatch: MicroBatch,
+        length: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        share_prefixes: bool,
     ) -> Share:
         """`length`: tokens to run, at least the micro-batch's own."""
         given = on_device(microbatch, device)
         run = lengthen(given, length)
         size = group.size()
         held = tuple(zigzag_index(run.cu_seqlens, size, r).to(device) for r in range(size))
-        return cls(given, run, held, held[group.rank()])
+        sharing = None
+        if share_prefixes:
+            sharing = prefixes.share_prefixes(run.token_ids_T, run.cu_seqlens)
+        return cls(given, run, held, held[group.rank()], sharing)
+
+    def computed(self, rows: Tensor) -> Tensor:
+        """Where the hidden states of these positions of `run` come out of the model."""
+        return rows if self.sharing is None else self.sharing.expand_T[rows]
 
 
 def on_device(microbatch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -102,7 +118,10 @@ class Head:
     def score(self, share: Share, hidden: Tensor, weight_VD: Tensor) -> Tensor:
         """[T] log-probability of every target; no entropy, no gradients."""
         targets_T = share.run.target_ids_T[share.index_T]
-        logprob, _ = self._linear(hidden.squeeze(1), weight_VD, targets_T, with_entropy=False)
+        hidden_TD = hidden.squeeze(1)
+        if share.sharing is not None:
+            hidden_TD = hidden_TD.index_select(0, share.sharing.expand_T)
+        logprob, _ = self._linear(hidden_TD, weight_VD, targets_T, with_entropy=False)
         return self._whole(logprob, share)
 
     def train(self, share: Share, hidden: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +140,10 @@ class Head:
             if len(rows) == 0:  # one ignored row keeps the graph: every parameter gets its zero
                 rows = torch.zeros(1, dtype=torch.int64, device=wanted_T.device)
             logprob, entropy = self._linear(
-                hidden_TD.index_select(0, rows), weight_VD, targets_T[rows], with_entropy=True
+                hidden_TD.index_select(0, share.computed(rows)),
+                weight_VD,
+                targets_T[rows],
+                with_entropy=True,
             )
             logprob = _spread(logprob, rows, len(wanted_T))
             entropy = _spread(entropy, rows, len(wanted_T))

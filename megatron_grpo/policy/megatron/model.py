@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -29,7 +30,7 @@ from torch import Tensor
 from megatron_grpo.config import MegatronPolicyConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.sharding import padded_vocabulary
-from megatron_grpo.policy.megatron.attention import PackedAttention, RMSNorm
+from megatron_grpo.policy.megatron.attention import PackedAttention, PositionedRotary, RMSNorm
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,12 @@ class DecoderModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
+
+    def look_up_rotary_angles(self) -> None:
+        """Let every token have the angles of its own position; see attention.PositionedRotary."""
+        assert isinstance(self.rotary_pos_emb, RotaryEmbedding)
+        self.positioned_rotary = PositionedRotary(self.rotary_pos_emb)
+        self.rotary_pos_emb = self.positioned_rotary  # type: ignore[assignment]
 
     @property
     def head_weight(self) -> Tensor:
@@ -177,5 +184,6 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
             vp_stage=stage,
         )
         model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.head_dim)
+        model.look_up_rotary_angles()
         chunks.append(model)
     return chunks

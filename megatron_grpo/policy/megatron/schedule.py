@@ -24,6 +24,7 @@ from megatron_grpo.batch import LossOutput, MicroBatch, split_sequences
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.policy.megatron import mesh
+from megatron_grpo.policy.megatron.attention import FamilyParams
 from megatron_grpo.policy.megatron.head import Head, Share
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.protocols import Loss
@@ -71,12 +72,14 @@ class Engine:
         device: torch.device,
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
+        share_prefixes: bool,
     ) -> None:
         self._chunks = list(chunks)
         self._wrapped = list(wrapped)
         self._spec = spec
         self._device = device
         self._overlap = overlap_grad_reduce
+        self._share_prefixes = share_prefixes
         self._cp_group = mesh.context_group()
         self._tp_group = mesh.tensor_group()
         self._unsummed = False
@@ -161,7 +164,13 @@ class Engine:
         longest = max(mb.num_tokens for mb in microbatches)
         equal = not self._model_config.variable_seq_lengths
         shares = [
-            Share.of(mb, longest if equal else mb.num_tokens, self._cp_group, self._device)
+            Share.of(
+                mb,
+                longest if equal else mb.num_tokens,
+                self._cp_group,
+                self._device,
+                self._share_prefixes,
+            )
             for mb in microbatches
         ]
 
@@ -189,21 +198,25 @@ class Engine:
         )
 
     def _forward(self, wrapped: DistributedDataParallel, share: Share) -> Tensor:
-        microbatch = share.run
-        bounds = microbatch.cu_seqlens.to(self._device, torch.int32)
+        microbatch, sharing = share.run, share.sharing
+        index_T = share.index_T if sharing is None else sharing.source_U
+        position_T = microbatch.position_T[index_T]
         # The true longest sequence: with the total, rope would take absolute offsets.
         longest = microbatch.max_sequence_tokens
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        if sharing is None:
+            bounds = microbatch.cu_seqlens.to(self._device, torch.int32)
+            packed = PackedSeqParams(qkv_format="thd")
+        else:
+            bounds = torch.tensor([0, len(index_T)], dtype=torch.int32, device=self._device)
+            packed = FamilyParams(qkv_format="thd", families=sharing.families)
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = bounds
+        packed.max_seqlen_q = packed.max_seqlen_kv = longest
+        rotary = self._chunks[self._wrapped.index(wrapped)].positioned_rotary
+        rotary.look_up(None if sharing is None else position_T)
         precision = {"fp32_output": False} if self._model_config.bf16 else {}
         return wrapped(
-            microbatch.token_ids_T[share.index_T][None],
-            microbatch.position_T[share.index_T][None],
+            microbatch.token_ids_T[index_T][None],
+            position_T[None],
             None,
             packed_seq_params=packed,
             **precision,
