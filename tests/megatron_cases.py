@@ -262,30 +262,32 @@ def poison_case(rank: int, world: int, case: Case, folder: Path) -> tuple[str, b
 
 
 def padding_case(rank: int, world: int, case: Case, folder: Path) -> dict[str, Any]:
-    """Scores with the padding rows of the vocabulary at +10, and those rows after two steps."""
+    """The padding rows after two steps with weight decay, and scores with them at +10."""
     with running(rank, world, case, folder) as policy:
         mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
-        plain = policy.logprobs(mine, 1.0)
         tables = [
             item.parameter
             for item in policy._started.bound
             if item.rule.megatron in ("embedding.word_embeddings.weight", "output_layer.weight")
         ]
-        real = max(0, min(tables[0].shape[0], 130 - rank % 2 * tables[0].shape[0]))
+        shard = tables[0].shape[0]
+        real = min(shard, max(0, 130 - rank * shard))
+        policy.forward_backward(mine, 1.0, case.loss)
+        no_gradient = not any(vars(table)["main_grad"][real:].any() for table in tables)
+        policy.optimizer_step()
+        policy.forward_backward(mine, 1.0, case.loss)
+        policy.optimizer_step()
+        plain = policy.logprobs(mine, 1.0)
+        still_zero = not any(table[real:].any() for table in tables)
         with torch.no_grad():
             for table in tables:
                 table[real:] = 10.0
-        policy._started.updater.optimizer.reload_model_params()
-        poisoned = policy.logprobs(mine, 1.0)
-        for _ in range(2):
-            policy.forward_backward(mine, 1.0, case.loss)
-            policy.optimizer_step()
-        kept = all(bool((table[real:] == 10.0).all()) for table in tables)
         return {
-            "rows": tables[0].shape[0],
+            "padding": shard - real,
             "plain": plain,
-            "poisoned": poisoned,
-            "kept": kept,
+            "poisoned": policy.logprobs(mine, 1.0),
+            "no_gradient": no_gradient,
+            "still_zero": still_zero,
             "exported": {n: a.shape for n, a in weights(policy).items()},
         }
 
@@ -306,3 +308,10 @@ def manifest_case(rank: int, world: int, case: Case, folder: Path) -> tuple[Any,
             for name, tensor in gathered_tensors(parts.bound, parts.spec, torch.bfloat16):
                 streamed.append((name, tuple(tensor.shape), str(tensor.dtype)))
         return manifest, streamed
+
+
+def norms_case(rank: int, world: int, case: Case, folder: Path) -> list[float]:
+    """eps of every norm module."""
+    with running(rank, world, case, folder) as policy:
+        modules = [m for chunk in policy._started.wrapped for m in chunk.modules()]
+        return [m.eps for m in modules if isinstance(m, torch.nn.RMSNorm)]

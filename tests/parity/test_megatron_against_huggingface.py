@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from megatron_cases import LENGTHS, Case, RatioLoss, merged, random_sequences, step_case
+from huggingface_oracle import Oracle, relative
+from megatron_cases import LENGTHS, Case, merged, random_sequences, step_case
 from megatron_ranks import one, rank_pool
 from tiny import save_tiny, tiny_model
 
@@ -30,72 +30,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[key]
 
     return get
-
-
-class Oracle:
-    """Loss, gradients and one AdamW step of the Hugging Face model, sequence by sequence."""
-
-    def __init__(self, family: str, tied: bool, layers: int, temperature: float) -> None:
-        self.model = tiny_model(family, tied=tied, num_hidden_layers=layers)
-        self.temperature = temperature
-
-    def logprobs(self, token_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.from_numpy(token_ids.astype(np.int64))
-        logits = self.model(ids[None]).logits[0, :-1] / self.temperature
-        all_logprobs = torch.log_softmax(logits, -1)
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return all_logprobs.gather(-1, ids[1:, None])[:, 0], entropy
-
-    def backward(self, sequences: Any, loss: RatioLoss) -> dict[str, float]:
-        trained = sum(s.num_trained_tokens for s in sequences)
-        total, entropies, chosen = 0.0, [], []
-        for sequence in sequences:
-            logprob, entropy = self.logprobs(sequence.token_ids)
-            mask = torch.from_numpy(sequence.loss_mask[1:])
-            ratio = (logprob - torch.from_numpy(sequence.behavior_logprobs[1:])).exp()
-            per_token = -ratio * torch.from_numpy(sequence.advantages[1:])
-            per_token = per_token - loss.entropy_coefficient * entropy
-            value = per_token[mask].sum() / trained
-            value.backward()
-            total += float(value)
-            entropies.append(entropy[mask].detach())
-            chosen.append(logprob[mask].detach())
-        return {
-            "loss": total,
-            "entropy": float(torch.cat(entropies).mean()),
-            "logprob": float(torch.cat(chosen).mean()),
-            "logprob_max": float(torch.cat(chosen).max()),
-        }
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        return {
-            name: parameter.grad.numpy().copy() for name, parameter in self.model.named_parameters()
-        }
-
-    def step(self) -> float:
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() == 1]
-        adam = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=OPTIMIZER["learning_rate"],
-            betas=(0.9, 0.999),
-            eps=OPTIMIZER["eps"],
-        )
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER["max_grad_norm"])
-        adam.step()
-        return float(norm)
-
-
-def relative(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
-    """Largest |got - want| / max|want| over all tensors; the name sets must be equal."""
-    assert set(got) == set(want)
-    return max(
-        float(np.abs(got[name] - want[name]).max() / (np.abs(want[name]).max() + 1e-12))
-        for name in want
-    )
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -153,11 +87,10 @@ def test_loss_gradients_and_one_step_equal_huggingface(
         policy={"optimizer": OPTIMIZER, "distributed_optimizer": False},
     )
     results = rank_pool().run(world, step_case, case, tmp_path)
-    oracle = Oracle(family, tied, layers, temperature)
-    with torch.no_grad():
-        for index, values in (pair for r in results for pair in r["logprobs"]):
-            want = oracle.logprobs(SEQUENCES[index].token_ids)[0].numpy()
-            np.testing.assert_allclose(values, want, atol=1e-4)
+    oracle = Oracle(tiny_model(family, tied=tied, num_hidden_layers=layers), temperature)
+    scores = oracle.scores(SEQUENCES)
+    for index, values in (pair for r in results for pair in r["logprobs"]):
+        np.testing.assert_allclose(values, scores[index], atol=1e-4)
     found = sorted(index for r in results for index, _ in r["logprobs"])
     assert found == list(range(len(SEQUENCES)))
     want = oracle.backward(SEQUENCES, case.loss)
@@ -169,7 +102,7 @@ def test_loss_gradients_and_one_step_equal_huggingface(
     assert stats[0].maxima["logprob"] == pytest.approx(want["logprob_max"], rel=1e-5)
     assert relative(merged(results, "gradients"), oracle.gradients()) < 1e-5
     norm = one([r["updates"][0].grad_norm for r in results])
-    assert norm == pytest.approx(oracle.step(), rel=1e-5)
+    assert norm == pytest.approx(oracle.step(OPTIMIZER), rel=1e-5)
     assert one([r["updates"][0].learning_rate for r in results]) == 1e-2
     after = {n: p.detach().numpy() for n, p in oracle.model.named_parameters()}
     assert relative(merged(results, "weights"), after) < 1e-5
