@@ -12,6 +12,7 @@ from __future__ import annotations
 from concurrent.futures import wait as wait_for_any
 from dataclasses import dataclass
 
+from megatron_grpo.batch import TrainBatch
 from megatron_grpo.config import RunConfig
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.protocols import (
@@ -20,6 +21,8 @@ from megatron_grpo.protocols import (
     GroupSource,
     PolicyBackend,
     RolloutStore,
+    StepStats,
+    UpdateStats,
 )
 from megatron_grpo.train.evaluate import Evaluator
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
@@ -55,10 +58,7 @@ def train(run: Run) -> list[StepRecord]:
             groups = run.source.next_groups()
         with run.phases("make_batch"):
             batch = run.algorithm.make_batch(groups, run.policy.batch_shape)
-        with run.phases("forward_backward"):
-            stats = run.policy.forward_backward(batch, run.algorithm.loss)
-        with run.phases("optimizer"):
-            update = run.policy.optimizer_step()
+        stats, update = learn(run, batch)
         publish(run, version=step)
         with run.phases("store"):
             run.store.append(step, groups)
@@ -66,6 +66,19 @@ def train(run: Run) -> list[StepRecord]:
         run.metrics.log(step, records[-1].values())
         run.progress.advance(records[-1].values())
     return records
+
+
+def learn(run: Run, batch: TrainBatch) -> tuple[StepStats, UpdateStats]:
+    """Gradients and update. A batch that trains no token is skipped whole: an optimizer moves
+    weights by its momentum even where the gradient is 0. Such steps are counted as `empty_batch`.
+    """
+    if batch.num_loss_tokens == 0:
+        return StepStats(0.0, {}, {}, 0.0), UpdateStats(0.0, 0.0, 0.0)
+    with run.phases("forward_backward"):
+        stats = run.policy.forward_backward(batch, run.algorithm.loss)
+    with run.phases("optimizer"):
+        update = run.policy.optimizer_step()
+    return stats, update
 
 
 def publish(run: Run, version: int) -> None:

@@ -70,7 +70,9 @@ def summarize(
             seconds[phase] = seconds.get(phase, 0.0) + spent
     generated = sum(record.generated_tokens for record in records)
     trained = sum(record.trained_tokens for record in records)
-    weighted = sum(r.metrics["logprob_abs_diff_mean"] * r.generated_tokens for r in records)
+    learned = [r for r in records if "logprob_abs_diff_mean" in r.metrics]
+    weighted = sum(r.metrics["logprob_abs_diff_mean"] * r.generated_tokens for r in learned)
+    scored = sum(r.generated_tokens for r in learned)
     steps = sorted(record.step_s for record in records)
     return Summary(
         name=config.name,
@@ -88,8 +90,8 @@ def summarize(
         heldout_samples=evaluations[-1].samples,
         train_reward_first=records[0].metrics["reward_mean"],
         train_reward_last=records[-1].metrics["reward_mean"],
-        logprob_abs_diff_mean=weighted / generated if generated else 0.0,
-        logprob_abs_diff_max=max(r.metrics["logprob_abs_diff_max"] for r in records),
+        logprob_abs_diff_mean=weighted / scored if scored else 0.0,
+        logprob_abs_diff_max=max((r.metrics["logprob_abs_diff_max"] for r in learned), default=0.0),
         generated_tokens=generated,
         generated_tokens_per_s=rate(generated, seconds, ("generate",)),
         trained_tokens=trained,
