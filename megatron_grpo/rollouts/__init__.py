@@ -1,0 +1,1 @@
+"""From prompts to groups: collecting, staleness, sources, and the store on disk."""

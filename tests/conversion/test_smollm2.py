@@ -30,6 +30,7 @@ def folder():
     return folder
 
 
+@pytest.mark.slow
 def test_weights_equal_the_gguf_file_expanded_and_rounded_to_bfloat16(folder):
     expanded = {
         tensor.name: tensor
