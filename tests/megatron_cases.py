@@ -315,3 +315,27 @@ def norms_case(rank: int, world: int, case: Case, folder: Path) -> list[float]:
     with running(rank, world, case, folder) as policy:
         modules = [m for chunk in policy._started.wrapped for m in chunk.modules()]
         return [m.eps for m in modules if isinstance(m, torch.nn.RMSNorm)]
+
+
+def save_case(rank: int, world: int, case: Case, folder: Path, target: Path) -> Arrays:
+    """Two steps, save, a third step."""
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        for step in range(3):
+            if step == 2:
+                policy.save(target)
+            policy.forward_backward(mine, 1.0, case.loss)
+            policy.optimizer_step()
+        return weights(policy)
+
+
+def resume_case(
+    rank: int, world: int, case: Case, folder: Path, target: Path
+) -> tuple[Arrays, int, float]:
+    """Load, then the third step."""
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        policy.load(target)
+        policy.forward_backward(mine, 1.0, case.loss)
+        update = policy.optimizer_step()
+        return weights(policy), policy._started.updater.steps, update.learning_rate

@@ -227,7 +227,7 @@ def finish_folder(
     """
     partial = partial_folder(target)
     try:
-        if list(shards) != [SINGLE]:
+        if shards and list(shards) != [SINGLE]:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {
                 "metadata": {"total_size": total_bytes},

@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,34 +50,54 @@ def zigzag_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
 
 
 @dataclass
-class FamilyParams(PackedSeqParams):
-    """A pack whose sequences share beginnings (see prefixes.py). To Megatron it is one sequence of
-    all the computed tokens, whose rotary angles `PositionedRotary` looks up token by token; only
-    PackedAttention knows the families.
+class PackParams(PackedSeqParams):
+    """A pack as PackedAttention takes it; prepared once per micro-batch, used by every layer.
+
+    Attributes:
+        lengths: tokens of each sequence, over all context-parallel ranks.
+        families: not empty where sequences share beginnings (see prefixes.py).
+        cos, sin: [T, head_dim / 2] of this rank's tokens, in the compute dtype.
     """
 
+    lengths: tuple[int, ...] = ()
     families: tuple[Family, ...] = ()
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
-class PositionedRotary(torch.nn.Module):
-    """Megatron's rotary embedding, by the position of each token where `look_up` gave them."""
+def rotary_tables(
+    position_T: Tensor, frequencies: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, head_dim / 2] of position times frequency, computed in fp32."""
+    angles = position_T[:, None].float() * frequencies.to(position_T.device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def __init__(self, inner: RotaryEmbedding) -> None:
-        super().__init__()
-        self.inner = inner
-        self._position_U: Tensor | None = None
 
-    def look_up(self, position_U: Tensor | None) -> None:
-        """Positions of the tokens of the next forward pass; None: 0, 1, 2... in every sequence."""
-        self._position_U = position_U
+class Rotate(torch.autograd.Function):
+    """Rotary positions: [T, heads, d], pairs (i, i + d/2) turned by the token's angles.
 
-    def forward(self, max_seq_len: int, **options: Any) -> Tensor:
-        """[max_seq_len, 1, 1, d] angles, or those of the positions looked up, [U, 1, 1, d]."""
-        angles = self.inner(max_seq_len, **options)
-        return angles if self._position_U is None else angles[self._position_U]
+    Writes its result once; Megatron's own version makes six intermediate copies per call.
+    """
 
-    def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> int:
-        return self.inner.get_rotary_seq_len(*arguments, **options)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = result.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
+    return result
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -99,6 +118,7 @@ class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences by torch's scaled_dot_product_attention; a drop-in
     core attention.
 
+    Rotary positions are applied here, from the tables of the pack.
     Query [T, heads, d], key and value [T, groups, d] -> [T, heads, d], sequences as in
     `packed_seq_params`. Under context parallelism T is this rank's zigzag share and keys and
     values are gathered over the group.
@@ -132,17 +152,18 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        assert packed_seq_params is not None, "only packed sequences are trained on"
-        if isinstance(packed_seq_params, FamilyParams):
+        assert isinstance(packed_seq_params, PackParams), "only packed sequences are trained on"
+        query = cast(Tensor, Rotate.apply(query, packed_seq_params.cos, packed_seq_params.sin))
+        key = cast(Tensor, Rotate.apply(key, packed_seq_params.cos, packed_seq_params.sin))
+        if packed_seq_params.families:
             return self._families(query, key, value, packed_seq_params.families)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        lengths = packed_seq_params.lengths
         if self.cp_size > 1:
             return self._context_parallel(query, key, value, lengths)
         longest = max(lengths)
-        if len(lengths) > 1 and longest * len(lengths) <= _PADDED_BATCH_WASTE * bounds[-1]:
+        if len(lengths) > 1 and longest * len(lengths) <= _PADDED_BATCH_WASTE * sum(lengths):
             return self._padded(query, key, value, lengths, longest)
-        triples = zip(query.split(lengths), key.split(lengths), value.split(lengths))
+        triples = zip(*(x.split(list(lengths)) for x in (query, key, value)))
         return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in triples])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -158,7 +179,9 @@ class PackedAttention(torch.nn.Module):
         )
         return out.transpose(1, 2)
 
-    def _padded(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], longest: int) -> Tensor:
+    def _padded(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], longest: int
+    ) -> Tensor:
         """All sequences as one right-padded batch: causal masking already hides the padding from
         real tokens.
         """
@@ -206,7 +229,7 @@ class PackedAttention(torch.nn.Module):
         shared_out = self._attend(q_shared[None], k_shared[None], v_shared[None])[0]
         return torch.cat([shared_out, own_out])
 
-    def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    def _context_parallel(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         size, group = self.cp_size, self.cp_group
         assert group is not None
         both = gather_from_sequence_parallel_region(

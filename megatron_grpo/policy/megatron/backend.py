@@ -26,6 +26,7 @@ from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.errors import ClusterError, ConfigError, WeightExchangeError
 from megatron_grpo.policy.megatron import mesh
+from megatron_grpo.policy.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_grpo.policy.megatron.device import (
     choose_transformer_engine,
     compute_dtype,
@@ -146,6 +147,7 @@ class MegatronRank:
             self._config.overlap_grad_reduce,
             self._config.overlap_param_gather,
             self._shares_prefixes(use_te),
+            use_te,
         )
         updater = Updater(wrapped, self._config)
         updater.zero_grad()
@@ -341,6 +343,20 @@ class MegatronRank:
         parts = self._started
         self._sync_parameters()
         export_folder(parts.bound, parts.source, folder)
+
+    # Training state
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule so that `load` continues exactly. Collective."""
+        parts = self._started
+        self._sync_parameters()
+        save_checkpoint(folder, parts.wrapped, parts.updater)
+
+    def load(self, folder: Path) -> None:
+        """Continue from a folder that `save` wrote under any layout. Collective."""
+        parts = self._started
+        self._sync_parameters()
+        load_checkpoint(folder, parts.wrapped, parts.updater)
 
     def _sync_parameters(self) -> None:
         """Finish a parameter gather that was left to overlap with the next forward pass."""

@@ -144,7 +144,7 @@ def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Pat
     stage, stages = mesh.stage()
     file = SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
     first = dist.get_rank() == 0
-    _agree(_attempt(lambda: begin_folder(target)) if first else None)
+    agree(attempt(lambda: begin_folder(target)) if first else None)
     written: list[tuple[str, list[str], int]] = []
     problem = None
     if mesh.holds_first_replica():
@@ -162,7 +162,7 @@ def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Pat
                 problem = error
         for _ in tensors:  # peers of a root, and a root that failed: the gathers must complete
             pass
-    _agree(problem)
+    agree(problem)
     everything: list[list[tuple[str, list[str], int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everything, written)
     problem = None
@@ -170,11 +170,12 @@ def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Pat
         parts = [part for rank in everything for part in rank]
         shards = {name: names for name, names, _ in parts}
         total = sum(num_bytes for _, _, num_bytes in parts)
-        problem = _attempt(lambda: finish_folder(target, shards, total, source.side_files))
-    _agree(problem)
+        problem = attempt(lambda: finish_folder(target, shards, total, source.side_files))
+    agree(problem)
 
 
-def _attempt(action: Callable[[], object]) -> CheckpointError | None:
+def attempt(action: Callable[[], object]) -> CheckpointError | None:
+    """The CheckpointError an action raises, if any."""
     try:
         action()
     except CheckpointError as error:
@@ -182,7 +183,7 @@ def _attempt(action: Callable[[], object]) -> CheckpointError | None:
     return None
 
 
-def _agree(problem: CheckpointError | None) -> None:
+def agree(problem: CheckpointError | None) -> None:
     """Raise everywhere what went wrong anywhere."""
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, None if problem is None else str(problem))

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -30,7 +29,8 @@ from torch import Tensor
 from megatron_grpo.config import MegatronPolicyConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.sharding import padded_vocabulary
-from megatron_grpo.policy.megatron.attention import PackedAttention, PositionedRotary, RMSNorm
+from megatron_grpo.policy.megatron.attention import PackedAttention, RMSNorm
+from megatron_grpo.policy.megatron.mlp import GatedMLP
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,6 @@ class DecoderModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
-
-    def look_up_rotary_angles(self) -> None:
-        """Let every token have the angles of its own position; see attention.PositionedRotary."""
-        assert isinstance(self.rotary_pos_emb, RotaryEmbedding)
-        self.positioned_rotary = PositionedRotary(self.rotary_pos_emb)
-        self.rotary_pos_emb = self.positioned_rotary  # type: ignore[assignment]
 
     @property
     def head_weight(self) -> Tensor:
@@ -176,14 +170,18 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
             ),
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied,
-            position_embedding_type="rope",
+            # PackedAttention turns queries and keys itself.
+            position_embedding_type="rope" if use_te else "none",
             rotary_percent=1.0,
-            # Replaced below; so that no default base is ever built.
+            # The frequencies are replaced below; no default base is ever built.
             rotary_base=spec.rope.base,  # type: ignore[arg-type]
             rope_scaling=False,
             vp_stage=stage,
         )
-        model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.head_dim)
-        model.look_up_rotary_angles()
+        if use_te:
+            model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.head_dim)
+        else:
+            for layer in model.decoder.layers:
+                GatedMLP.adopt(cast(torch.nn.Module, layer.mlp))
         chunks.append(model)
     return chunks

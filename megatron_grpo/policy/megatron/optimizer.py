@@ -86,9 +86,9 @@ class Updater:
             self._chunks,  # type: ignore[arg-type]
             config_overrides=get_standard_config_overrides(settings),
         )
-        self._use_fused_adam()
+        self.use_fused_adam()
 
-    def _use_fused_adam(self) -> None:
+    def use_fused_adam(self) -> None:
         """torch's fused AdamW: one pass over the state instead of a dozen, the same numbers."""
         for part in self.optimizer.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.AdamW):

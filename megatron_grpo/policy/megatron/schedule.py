@@ -24,7 +24,7 @@ from megatron_grpo.batch import LossOutput, MicroBatch, split_sequences
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.policy.megatron import mesh
-from megatron_grpo.policy.megatron.attention import FamilyParams
+from megatron_grpo.policy.megatron.attention import PackParams, rotary_tables
 from megatron_grpo.policy.megatron.head import Head, Share
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.protocols import Loss
@@ -73,6 +73,7 @@ class Engine:
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
         share_prefixes: bool,
+        use_te: bool,
     ) -> None:
         self._chunks = list(chunks)
         self._wrapped = list(wrapped)
@@ -80,6 +81,8 @@ class Engine:
         self._device = device
         self._overlap = overlap_grad_reduce
         self._share_prefixes = share_prefixes
+        self._use_te = use_te
+        self._frequencies = spec.rope.inverse_frequencies(spec.head_dim).to(device)
         self._cp_group = mesh.context_group()
         self._tp_group = mesh.tensor_group()
         self._unsummed = False
@@ -201,18 +204,7 @@ class Engine:
         microbatch, sharing = share.run, share.sharing
         index_T = share.index_T if sharing is None else sharing.source_U
         position_T = microbatch.position_T[index_T]
-        # The true longest sequence: with the total, rope would take absolute offsets.
-        longest = microbatch.max_sequence_tokens
-        if sharing is None:
-            bounds = microbatch.cu_seqlens.to(self._device, torch.int32)
-            packed = PackedSeqParams(qkv_format="thd")
-        else:
-            bounds = torch.tensor([0, len(index_T)], dtype=torch.int32, device=self._device)
-            packed = FamilyParams(qkv_format="thd", families=sharing.families)
-        packed.cu_seqlens_q = packed.cu_seqlens_kv = bounds
-        packed.max_seqlen_q = packed.max_seqlen_kv = longest
-        rotary = self._chunks[self._wrapped.index(wrapped)].positioned_rotary
-        rotary.look_up(None if sharing is None else position_T)
+        packed = self._packed(share, position_T)
         precision = {"fp32_output": False} if self._model_config.bf16 else {}
         return wrapped(
             microbatch.token_ids_T[index_T][None],
@@ -221,6 +213,25 @@ class Engine:
             packed_seq_params=packed,
             **precision,
         )
+
+    def _packed(self, share: Share, position_T: Tensor) -> PackedSeqParams:
+        """What attention is told of the pack; `position_T` are the tokens computed here."""
+        microbatch, sharing = share.run, share.sharing
+        bounds = microbatch.cu_seqlens.to(self._device, torch.int32)
+        # The true longest sequence: with the total, rope would take absolute offsets.
+        longest = microbatch.max_sequence_tokens
+        if self._use_te:
+            packed = PackedSeqParams(qkv_format="thd")
+        else:
+            packed = PackParams(qkv_format="thd")
+            packed.lengths = tuple((bounds[1:] - bounds[:-1]).tolist())
+            packed.families = () if sharing is None else sharing.families
+            packed.cos, packed.sin = rotary_tables(
+                position_T, self._frequencies, self._model_config.params_dtype
+            )
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = bounds
+        packed.max_seqlen_q = packed.max_seqlen_kv = longest
+        return packed
 
     def _await_parameter(self, weight: Tensor) -> None:
         """The head's weight is used outside any module: wait for its overlapped gather."""

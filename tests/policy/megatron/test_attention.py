@@ -7,9 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from megatron_grpo.policy.megatron.attention import PackedAttention, zigzag_index
+from megatron_grpo.policy.megatron.attention import (
+    PackedAttention,
+    PackParams,
+    Rotate,
+    rotary_tables,
+    zigzag_index,
+)
+from megatron_grpo.policy.megatron.mlp import SiluGate
 
 
 def test_zigzag_gives_rank_r_chunks_r_and_its_mirror_of_every_sequence() -> None:
@@ -30,8 +37,8 @@ def test_packed_attention_is_causal_attention_within_each_sequence(
         for count in (heads[0], heads[1], heads[1])
     )
     q.requires_grad_()
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    still = torch.ones(sum(lengths), 4), torch.zeros(sum(lengths), 4)  # turned by nothing
+    packed = PackParams(qkv_format="thd", lengths=tuple(lengths), cos=still[0], sin=still[1])
     config = SimpleNamespace(context_parallel_size=1)
     attention = PackedAttention(config, 1, None, "self")  # type: ignore[arg-type]
     got = attention(q, k, v, None, packed_seq_params=packed)
@@ -47,3 +54,21 @@ def test_packed_attention_is_causal_attention_within_each_sequence(
     (mine,) = torch.autograd.grad(got, q, upstream)
     (theirs,) = torch.autograd.grad(torch.cat(want), q, upstream)
     torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_rotation_equals_huggingface_and_its_gradient_turns_back() -> None:
+    position_T, frequencies = torch.tensor([0, 1, 7, 500]), torch.tensor([1.0, 0.1, 0.01, 1e-3])
+    cos, sin = rotary_tables(position_T, frequencies, torch.float64)
+    x = torch.randn(4, 3, 8, dtype=torch.float64, requires_grad=True)
+    both = torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
+    want, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *both)
+    got = Rotate.apply(x, cos, sin)
+    torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda y: Rotate.apply(y, cos, sin), (x,))
+
+
+def test_gated_activation_equals_silu_times_up_and_its_gradient() -> None:
+    x = torch.randn(5, 1, 8, dtype=torch.float64, requires_grad=True)
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(SiluGate.apply(x), torch.nn.functional.silu(gate) * up)
+    assert torch.autograd.gradcheck(SiluGate.apply, (x,))

@@ -1,0 +1,138 @@
+"""Training state on disk, by Megatron's distributed checkpoints: any layout loads any other's.
+
+Holds weights, optimizer state (fp32 masters, both moments, step) and the count of optimizer steps,
+which the learning-rate schedule follows. Nothing draws random numbers while training, so there is
+no generator state to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_grpo.conversion.hf_folder import begin_folder, finish_folder, partial_folder
+from megatron_grpo.errors import CheckpointError
+from megatron_grpo.policy.megatron.export import agree, attempt
+from megatron_grpo.policy.megatron.optimizer import Updater
+
+_METADATA: dict[str, Any] = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save_checkpoint(
+    folder: Path, chunks: Sequence[DistributedDataParallel], updater: Updater
+) -> None:
+    """Write `folder`, whole or not at all. Collective; raises CheckpointError on every rank."""
+    first = dist.get_rank() == 0
+    agree(attempt(lambda: begin_folder(folder)) if first else None)
+    state = _state(chunks, updater, loading=False)
+    problem = None
+    try:
+        dist_checkpointing.save(
+            state, str(partial_folder(folder)), ("torch_dist", 1), content_metadata=_METADATA
+        )
+    except (OSError, CheckpointingException) as error:
+        problem = CheckpointError(str(folder), f"cannot be written: {error}")
+    agree(problem)
+    agree(attempt(lambda: finish_folder(folder, {}, 0, [])) if first else None)
+
+
+def load_checkpoint(
+    folder: Path, chunks: Sequence[DistributedDataParallel], updater: Updater
+) -> None:
+    """Continue from `save_checkpoint`, whatever its layout. Collective.
+
+    Raises:
+        CheckpointError: not there, incomplete, or of another model.
+    """
+    if not (folder / "metadata.json").is_file():
+        raise CheckpointError(
+            str(folder), "is not a training checkpoint", remedy="point at a folder `save` wrote"
+        )
+    ReshardableOptimizer.adopt(updater)
+    _fill_optimizer_state(updater)
+    state = _state(chunks, updater, loading=True)
+    try:
+        loaded = dist_checkpointing.load(state, str(folder))
+    except (OSError, CheckpointingException) as error:
+        raise CheckpointError(str(folder), f"cannot be loaded: {error}") from error
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+    with torch.no_grad():  # the state holds views of leaves that require gradients
+        updater.optimizer.load_state_dict(loaded["optimizer"])
+    _own_steps(updater)
+    updater.steps = int(loaded["steps"])
+    updater.use_fused_adam()  # the loaded parameter groups brought their own flags
+    updater.zero_grad()
+
+
+def _state(
+    chunks: Sequence[DistributedDataParallel], updater: Updater, *, loading: bool
+) -> dict[str, Any]:
+    metadata = dict(_METADATA)
+    state: dict[str, Any] = {
+        f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(chunks)
+    }
+    state["optimizer"] = updater.optimizer.sharded_state_dict(
+        dict(state), is_loading=loading, metadata=metadata
+    )
+    state["steps"] = updater.steps
+    return state
+
+
+def _fill_optimizer_state(updater: Updater) -> None:
+    """Megatron's template for loading wants moments and step counts that torch makes lazily."""
+    for part in updater.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not part.optimizer.state[parameter]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter.data),
+                        "exp_avg_sq": torch.zeros_like(parameter.data),
+                    }
+
+
+def _own_steps(updater: Updater) -> None:
+    """One step count per parameter: Megatron shares one, which torch then raises once for each."""
+    for part in updater.optimizer.chained_optimizers:
+        for values in part.optimizer.state.values():
+            if "step" in values:
+                values["step"] = values["step"].clone()
+
+
+class ReshardableOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer, repaired for torch's AdamW.
+
+    Loading a reshardable checkpoint asks the file for every key of the state, `step` included,
+    which is stored once for all parameters and already in place by then.
+    """
+
+    @classmethod
+    def adopt(cls, updater: Updater) -> None:
+        for part in updater.optimizer.chained_optimizers:
+            if type(part) is DistributedOptimizer:
+                part.__class__ = cls
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        parameter = self.optimizer.param_groups[group]["params"][order]
+        state = self.optimizer.state[parameter]
+        if "step" in state:
+            tensors = {**tensors, "step": state["step"]}
+        super()._set_main_param_and_optimizer_states(model_param, tensors)

@@ -1,0 +1,69 @@
+"""Training state survives the disk, under the same and under another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import megatron_cases as cases
+import numpy as np
+import pytest
+from huggingface_oracle import relative
+from megatron_cases import LENGTHS, Case, random_sequences
+from megatron_ranks import rank_pool
+from tiny import save_tiny
+
+from megatron_grpo.errors import CheckpointError
+
+OPTIMIZER = {
+    "learning_rate": 1e-2,
+    "schedule": "linear",
+    "warmup_steps": 2,
+    "decay_steps": 6,
+    "eps": 1e-3,
+    "weight_decay": 0.1,
+}
+SEQUENCES = random_sequences(LENGTHS)
+
+
+def case(folder: Path, parallel: dict[str, Any], **policy: Any) -> Case:
+    return Case(folder, parallel, SEQUENCES, policy={"optimizer": OPTIMIZER, **policy})
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"data": 2}, {"data": 2}),
+        ({"data": 2}, {"tensor": 2, "sequence": True}),
+        ({"tensor": 2, "pipeline": 2}, {"data": 2}),
+        ({"pipeline": 2}, {}),
+    ],
+    ids=lambda parallel: " ".join(parallel) or "one",
+)
+def test_a_resumed_run_takes_the_step_the_straight_run_took(
+    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any]
+) -> None:
+    source = save_tiny(tmp_path / "hf", "qwen2", tied=True)
+    first, second = case(source, saved), case(source, loaded)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    target = tmp_path / "checkpoint"
+    straight = rank_pool().run(
+        first.config.parallel.world_size, cases.save_case, first, tmp_path / "a", target
+    )
+    resumed = rank_pool().run(
+        second.config.parallel.world_size, cases.resume_case, second, tmp_path / "b", target
+    )
+    want = {name: array for rank in straight for name, array in rank.items()}
+    got = {name: array for rank, _, _ in resumed for name, array in rank.items()}
+    if saved == loaded:
+        assert all(np.array_equal(got[name], want[name]) for name in want)
+    assert relative(got, want) < 2e-5
+    assert {(steps, rate) for _, steps, rate in resumed} == {(3, 1e-2)}
+    assert not (tmp_path / ".checkpoint.partial").exists()
+
+
+def test_loading_what_is_not_a_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf", "qwen2")
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*not a training"):
+        rank_pool().run(1, cases.resume_case, case(source, {}), tmp_path, tmp_path / "nowhere")
