@@ -10,6 +10,11 @@ from .shard import Backend, GradientSinks, ShardHead, ShardTokens, WeightGradien
 from .stats import LogitCoefficients, TokenScores
 from .vocab_parallel import HiddenChunks, HiddenGradient, VocabShard
 
+# Over a group the tokens come in at least this many chunks, so that the collective of one hides
+# behind the work on another, unless chunks would get too small for a good matrix product.
+MIN_COLLECTIVES = 4
+MIN_COLLECTIVE_TOKENS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -30,8 +35,14 @@ class Call:
         rows = slice(0, self.shard.num_ids)
         return ShardHead(weight_VD[rows], None if bias_V is None else bias_V[rows])
 
-    def chunks(self, hidden_TD: Tensor, head: ShardHead) -> HiddenChunks:
-        chunk_tokens = self.backend.chunk_tokens(self.targets_T.shape[0], head)
+    def chunks(self, hidden_TD: Tensor, weight_VD: Tensor) -> HiddenChunks:
+        num_tokens = self.targets_T.shape[0]
+        # Planned for all rows of the shard: ranks must cut the tokens alike, and the number of
+        # real ids differs between them.
+        chunk_tokens = self.backend.chunk_tokens(num_tokens, ShardHead(weight_VD, None))
+        if self.shard.group is not None:
+            overlapped = max(-(-num_tokens // MIN_COLLECTIVES), MIN_COLLECTIVE_TOKENS)
+            chunk_tokens = min(chunk_tokens, overlapped)
         group = self.shard.group if self.sequence_parallel else None
         return HiddenChunks(hidden_TD, chunk_tokens, group)
 
@@ -72,7 +83,7 @@ class LinearLogprob(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
         head = call.head(weight_VD, bias_V)
-        chunks = call.chunks(hidden_TD, head)
+        chunks = call.chunks(hidden_TD, weight_VD)
         tokens = call.tokens(chunks)
         own_4T = call.backend.stats(head, chunks, tokens, call.with_entropy)
         scores = TokenScores.from_stats(call.shard.join(own_4T))
@@ -96,7 +107,7 @@ class LinearLogprob(torch.autograd.Function):
         hidden_TD, weight_VD, bias_V, lse_T, entropy_T = ctx.saved_tensors
         call: Call = ctx.call
         head = call.head(weight_VD, bias_V)
-        chunks = call.chunks(hidden_TD, head)
+        chunks = call.chunks(hidden_TD, weight_VD)
         grads = _Gradients(call, hidden_TD, weight_VD, bias_V, ctx.needs_input_grad, chunks)
         call.backend.gradients(
             head,

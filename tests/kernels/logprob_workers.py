@@ -135,16 +135,17 @@ def _embedded(token_ids_T: Tensor, shard_VD: Tensor, group: dist.ProcessGroup | 
 
 
 def _backend(name: str, case: Case) -> Backend:
+    # Tiles of one token by five ids, five by one, and everything: each side is 1, odd and all.
     if name == "chunked":
-        return ChunkedBackend(case.chunk, case.chunk)
+        return ChunkedBackend(case.chunk, {1: 5, 5: 1, None: None}[case.chunk])
     from grpo_kernels.triton_backend import TritonBackend
     from grpo_kernels.triton_kernels import KernelConfig, KernelConfigs
 
     # The smallest tiles a matrix unit takes; two vocabulary parts, so that parts are merged.
     small = KernelConfig(16, 16, 16, 4, 1)
-    # A launch costs milliseconds here, so one token at a time is left to the other backend.
-    tokens = None if case.chunk == 1 else case.chunk
-    return TritonBackend(tokens, case.chunk, 2, KernelConfigs(small, small, small))
+    return TritonBackend(
+        None if case.chunk == 1 else case.chunk, vocab, 2, KernelConfigs(small, small, small)
+    )
 
 
 def run_case(
