@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 from ruamel.yaml import YAML
 
 from megatron_grpo.config.algorithm import AlgorithmConfig
@@ -66,9 +66,7 @@ class ReasoningGymTask(Section):
     type: Literal["reasoning_gym"] = "reasoning_gym"
     name: str
     """A data set of reasoning-gym, e.g. chain_sum."""
-    parameters: dict[str, bool | int | float | str | list[int] | list[float]] = Field(
-        default_factory=dict
-    )
+    parameters: dict[str, JsonValue] = Field(default_factory=dict)
     """Its own settings, e.g. {min_terms: 2, max_terms: 2}; unknown ones are refused."""
     rows: PositiveInt = 1000
     """Problems generated before the split; duplicates (same question) are dropped."""
