@@ -59,8 +59,6 @@ class VllmEngine:
         self._cpu = current_platform.is_cpu()
         self._dtype = resolve_dtype(config.dtype, gpu=not self._cpu)
         self._engine = LLMEngine.from_engine_args(self._engine_args())
-        if self._cpu:
-            self._engine.collective_rpc("use_inversion_sampler")
         self._vocab_size = self._engine.model_config.get_vocab_size()
         self._version = -1
         self._requests: dict[str, GenerationRequest] = {}

@@ -29,10 +29,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from megatron_grpo.errors import WeightExchangeError
-from megatron_grpo.generation.vllm_sampler import InversionSampler
 from megatron_grpo.weights.collective import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import Rendezvous
 from megatron_grpo.weights.specs import SenderSpec, TensorSpec
@@ -188,12 +186,7 @@ def _repack_tied_head(model: nn.Module) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class: methods that the engine calls by name on every worker."""
-
-    model_runner: GPUModelRunner
-
-    def use_inversion_sampler(self) -> None:
-        self.model_runner.sampler = InversionSampler()  # pyright: ignore[reportAttributeAccessIssue]
+    """Mixed into vLLM's worker class; naming it is what makes every worker import this module."""
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, CollectiveTransfer)
