@@ -173,6 +173,7 @@ class Rollout:
         finish_reason: of the last completion.
         seed: sampling seed of the first completion.
         generate_s: seconds from submission to the last token.
+        reference_logprobs: the frozen model's, like behavior_logprobs; None if it was not asked.
     """
 
     rollout_id: str
@@ -187,10 +188,14 @@ class Rollout:
     seed: int
     text: str = ""
     generate_s: float = 0.0
+    reference_logprobs: Float32 | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
-        if not (len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions) == n):
+        scored = n if self.reference_logprobs is None else len(self.reference_logprobs)
+        if not (
+            len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions) == scored == n
+        ):
             raise RolloutError(
                 f"rollout {self.rollout_id}",
                 "per-token arrays differ in length",

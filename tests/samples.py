@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -79,3 +80,15 @@ def make_groups(num_groups: int = 3, group_size: int = 4, seed: int = 0) -> list
         )
         for g in range(num_groups)
     ]
+
+
+def with_reference(groups: Sequence[RolloutGroup], seed: int = 0) -> list[RolloutGroup]:
+    """The same groups, scored by a frozen model that knows better and worse than the generator."""
+    random = np.random.default_rng(seed)
+
+    def scored(rollout: Rollout) -> Rollout:
+        noise = random.normal(0, 0.3, rollout.num_tokens)
+        found = np.where(rollout.loss_mask, rollout.behavior_logprobs - noise, 0)
+        return replace(rollout, reference_logprobs=found.astype(np.float32))
+
+    return [replace(g, rollouts=tuple(scored(r) for r in g.rollouts)) for g in groups]

@@ -1,77 +1,23 @@
-"""The formulas: advantages of a group (numpy, float64) and per-token terms (torch, [T]).
+"""The formulas: per-token terms of losses, torch, [T].
 
-Each function is one formula of one paper, without masks, means or packing, so that it can be read
-beside the paper. `grpo.py` puts them together.
+Each function is one formula of one paper, without denominators or packing, so that it can be read
+beside the paper. `grpo.py`, `dpo.py` and `sft.py` put them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.errors import ConfigError
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlGradient = Literal["exact", "plain"]
+Correction = Literal["truncated", "masked", "sequence_mask"]
 
-Baseline = Literal["group_mean", "leave_one_out"]
-Scale = Literal["std", "none"]
-
-# Rewards of a group closer than this are the same reward: float noise must not become an advantage.
-_RELATIVE_SPREAD = 1e-6
-_ABSOLUTE_SPREAD = 1e-9
 # exp(20) is far outside any clip range, and its products still fit float32 with room to spare.
 _MAX_LOG_RATIO = 20.0
-
-
-def has_zero_spread(rewards: Sequence[float]) -> bool:
-    """True if all rewards of a group are equal up to float noise.
-
-    Compares largest and smallest; a standard deviation of equal floats need not be 0.
-
-    >>> has_zero_spread([0.1] * 8), has_zero_spread([0.0, 1.0])
-    (True, False)
-    """
-    low, high = min(rewards), max(rewards)
-    return high - low <= max(_RELATIVE_SPREAD * max(abs(low), abs(high)), _ABSOLUTE_SPREAD)
-
-
-def group_advantages(
-    rewards: Sequence[float], baseline: Baseline = "group_mean", scale: Scale = "std"
-) -> NDArray[np.float64]:
-    """Advantages [G] of the G rewards of one group; exactly 0 for a group without spread.
-
-    group_mean: r_i - mean(r) (GRPO, arXiv:2402.03300, section 4.1.2).
-    leave_one_out: r_i - mean of the other rewards (RLOO, arXiv:2402.14740, section 3).
-    std: divided by the group's sample standard deviation, n - 1 below the root.
-
-    >>> group_advantages([1, 0, 0, 1]).round(4).tolist()
-    [0.866, -0.866, -0.866, 0.866]
-    >>> group_advantages([1, 0, 0, 1], "leave_one_out", "none").round(4).tolist()
-    [0.6667, -0.6667, -0.6667, 0.6667]
-
-    Raises:
-        ConfigError: fewer than two rewards, which have nothing to be compared with.
-    """
-    values = np.asarray(rewards, np.float64)
-    n = len(values)
-    if n < 2:
-        raise ConfigError(
-            "rollouts.group_size",
-            "a group needs at least two rollouts to compare",
-            found=n,
-            remedy="set it to 2 or more",
-        )
-    if has_zero_spread(values.tolist()):
-        return np.zeros(n)
-    advantages = values - values.mean()
-    if baseline == "leave_one_out":
-        advantages *= n / (n - 1)  # r_i - (sum - r_i) / (n - 1)
-    if scale == "std":
-        advantages /= values.std(ddof=1)
-    return advantages
 
 
 def log_ratio(logprob_T: Tensor, behavior_logprob_T: Tensor) -> Tensor:
@@ -85,11 +31,44 @@ def log_ratio(logprob_T: Tensor, behavior_logprob_T: Tensor) -> Tensor:
     return (logprob_T - known_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
+def sum_per_sequence(values_T: Tensor, index_T: Tensor, num: int) -> Tensor:
+    """[num]: the sum of the values of each index.
+
+    >>> sum_per_sequence(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 1]), 2).tolist()
+    [3.0, 4.0]
+    """
+    return values_T.new_zeros(num).index_add(0, index_T, values_T)
+
+
+def sequence_means(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num: int) -> Tensor:
+    """[S]: mean of the values of each sequence where mask is True; 0 where it is True nowhere."""
+    count_S = sum_per_sequence(mask_T.to(values_T.dtype), sequence_T, num)
+    total_S = sum_per_sequence(torch.where(mask_T, values_T, 0.0), sequence_T, num)
+    return total_S / count_S.clamp(min=1)
+
+
+def at_level(
+    log_ratio_T: Tensor, level: RatioLevel, mask_T: Tensor, sequence_T: Tensor, num: int
+) -> Tensor:
+    """The log-ratio [T] that the surrogate uses.
+
+    token: as it is. sequence: the mean over the sequence, so its exponential is the geometric mean
+    (GSPO, arXiv:2507.18071, equation 7). sequence_token: the same value, with the gradient of the
+    token's own log-probability (GSPO-token, section 4.3).
+    """
+    if level == "token":
+        return log_ratio_T
+    mean_T = sequence_means(log_ratio_T, mask_T, sequence_T, num)[sequence_T]
+    if level == "sequence":
+        return mean_T
+    return mean_T.detach() + log_ratio_T - log_ratio_T.detach()
+
+
 def clipped_surrogate(
     ratio_T: Tensor,
     advantage_T: Tensor,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | None,
+    clip_high: float | None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss [T] and whether the clip decided it, bool [T].
@@ -99,7 +78,7 @@ def clipped_surrogate(
     below c A (arXiv:1912.09729, equation 5), so its loss stays at or below c |A|.
     """
     free_T = -ratio_T * advantage_T
-    bound_T = -ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage_T
+    bound_T = -_clip(ratio_T, clip_low, clip_high) * advantage_T
     loss_T = torch.maximum(free_T, bound_T)
     clipped_T = bound_T > free_T
     if dual_clip is not None:
@@ -108,6 +87,79 @@ def clipped_surrogate(
         loss_T = torch.where(too_far_T, ceiling_T, loss_T)
         clipped_T = clipped_T | too_far_T
     return loss_T, clipped_T
+
+
+def cispo_surrogate(
+    ratio_T: Tensor,
+    logprob_T: Tensor,
+    advantage_T: Tensor,
+    clip_low: float | None,
+    clip_high: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Loss [T] and whether the weight was clipped, bool [T].
+
+    Loss: -sg(clip(r, 1 - low, 1 + high)) A log(policy) (CISPO, arXiv:2506.13585, section 3.1): the
+    clip bounds the weight of a token and never removes its gradient.
+    """
+    ratio_T = ratio_T.detach()
+    weight_T = _clip(ratio_T, clip_low, clip_high)
+    return -weight_T * advantage_T * logprob_T, weight_T != ratio_T
+
+
+def _clip(ratio_T: Tensor, low: float | None, high: float | None) -> Tensor:
+    if low is not None:
+        ratio_T = ratio_T.clamp(min=1.0 - low)
+    if high is not None:
+        ratio_T = ratio_T.clamp(max=1.0 + high)
+    return ratio_T
+
+
+def correction_weights(
+    log_ratio_T: Tensor,
+    correction: Correction,
+    low: float,
+    high: float,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    num: int,
+) -> Tensor:
+    """Weights [T], without gradient, from log(policy / generator) of the same weights or nearly so.
+
+    truncated: min(w, high) (truncated importance sampling, Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"). masked: w inside [low, high], else 0
+    (IcePop, Ling Team 2025, arXiv:2510.18855). sequence_mask: 1 where the sequence's geometric mean
+    of w is inside [low, high], else 0 (Liu et al. 2025, "When speed kills stability").
+    """
+    log_ratio_T = log_ratio_T.detach()
+    if correction == "truncated":
+        return log_ratio_T.exp().clamp(max=high)
+    if correction == "masked":
+        weight_T = log_ratio_T.exp()
+        return torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0.0)
+    mean_T = sequence_means(log_ratio_T, mask_T, sequence_T, num)[sequence_T].exp()
+    return ((mean_T >= low) & (mean_T <= high)).to(log_ratio_T.dtype)
+
+
+def kl_loss(
+    logprob_T: Tensor, reference_logprob_T: Tensor, estimator: KlEstimator, gradient: KlGradient
+) -> Tensor:
+    """A term [T] whose value estimates KL(policy || reference) on tokens the policy drew.
+
+    With d = log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020,
+    "Approximating KL divergence"). Unbiased in value (k1, k3) does not mean unbiased in gradient:
+    over the policy's own samples the gradient of k1 averages to 0 and that of k3 to the gradient of
+    KL(reference || policy); only that of k2, d times the score, averages to the gradient of
+    KL(policy || reference).
+
+    exact: the value of the estimator with the gradient of k2. plain: the estimator differentiated
+    as written (k3: GRPO, arXiv:2402.03300, equation 4).
+    """
+    d_T = (logprob_T - reference_logprob_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    k2_T = d_T.square() / 2
+    if estimator == "k2":
+        return k2_T
+    value_T = d_T if estimator == "k1" else torch.expm1(-d_T) + d_T
+    return value_T if gradient == "plain" else value_T.detach() + k2_T - k2_T.detach()
 
 
 def kl_estimates(log_ratio_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from megatron_grpo.batch import IGNORED_TARGET, BatchShape, MicroBatch, TrainBat
 from megatron_grpo.errors import ConfigError, RolloutError
 from megatron_grpo.types import Bool, Float32, Int32
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Plan = list[list[list[int]]]
 
 
@@ -69,23 +69,28 @@ class TokenSequence:
 
 
 def token_weights(
-    num_trained_S: NDArray[np.int64], aggregation: Aggregation
+    num_trained_S: NDArray[np.int64], aggregation: Aggregation, constant: float = 1.0
 ) -> NDArray[np.float64]:
     """Weight of each trained token of each sequence, [S], counted over the global batch.
 
-    token_mean: 1 / tokens trained in the batch. sequence_mean: 1 / (tokens trained in this
-    sequence * sequences that train any). Whatever trains nothing gets 0, never NaN.
+    token_mean: 1 / tokens trained in the batch (DAPO). sequence_mean: 1 / (tokens trained in this
+    sequence * sequences that train any) (GRPO). sequence_sum: 1 / (constant * sequences that train
+    any) (Dr. GRPO). Whatever trains nothing gets 0, never NaN.
 
     >>> token_weights(np.array([2, 6, 0]), "token_mean").tolist()
     [0.125, 0.125, 0.0]
     >>> token_weights(np.array([2, 5, 0]), "sequence_mean").tolist()
     [0.25, 0.1, 0.0]
+    >>> token_weights(np.array([2, 5, 0]), "sequence_sum", 10.0).tolist()
+    [0.05, 0.05, 0.0]
     """
     trains = num_trained_S > 0
     if aggregation == "token_mean":
         denominators = np.where(trains, num_trained_S.sum(), 1)
-    else:
+    elif aggregation == "sequence_mean":
         denominators = np.where(trains, num_trained_S * trains.sum(), 1)
+    else:
+        denominators = np.where(trains, constant * trains.sum(), 1)
     return np.where(trains, 1.0 / denominators, 0.0)
 
 
@@ -96,11 +101,15 @@ def make_train_batch(
     token_weight_S: NDArray[np.float64],
     temperature: float,
     metrics: Mapping[str, float],
+    whole_groups: bool = False,
 ) -> TrainBatch:
     """Pack the sequences of one step; `token_weight_S[i]` weighs each trained token of sequence i.
 
+    With `whole_groups` no group is ever cut: its loss needs all of its sequences at once.
+
     Raises:
-        ConfigError: a sequence alone is longer than a micro-batch may be.
+        ConfigError: a sequence (a group, if they are kept whole) alone is longer than a micro-batch
+            may be.
         RolloutError: there is no sequence at all, or only some have reference log-probabilities.
     """
     if not sequences:
@@ -115,6 +124,7 @@ def make_train_batch(
         [len(sequence.token_ids) for sequence in sequences],
         shape,
         [sequence.group for sequence in sequences],
+        whole_groups=whole_groups,
     )
     return TrainBatch(
         replicas=tuple(
@@ -130,14 +140,18 @@ def make_train_batch(
 
 
 def plan_microbatches(
-    num_tokens_S: Sequence[int], shape: BatchShape, group_S: Sequence[int] | None = None
+    num_tokens_S: Sequence[int],
+    shape: BatchShape,
+    group_S: Sequence[int] | None = None,
+    *,
+    whole_groups: bool = False,
 ) -> Plan:
     """Which sequences go together: plan[replica][micro-batch] lists positions in `num_tokens_S`.
 
     Every replica gets the same number of micro-batches, a multiple of `shape.microbatch_multiple`,
     as few as a best-fit packing needs; tokens are balanced over them and over the replicas. An
     empty list is a micro-batch of filler. Under `shape.keep_groups` neighbours of one group stay
-    together as far as they fit.
+    together as far as they fit; with `whole_groups` they always do.
 
     >>> plan_microbatches([5, 3, 4], BatchShape(data_parallel=2, microbatch_tokens=8))
     [[[1, 2]], [[0]]]
@@ -151,9 +165,11 @@ def plan_microbatches(
                 found=shape.microbatch_tokens,
                 remedy=f"set it to at least {padded}, or shorten prompts or completions",
             )
-    singles = range(len(padded_S))
-    groups = group_S if shape.keep_groups and group_S is not None else singles
+    keep = whole_groups or shape.keep_groups
+    groups = group_S if keep and group_S is not None else range(len(padded_S))
     units = _units(padded_S, groups, shape.microbatch_tokens)
+    if whole_groups:
+        _check_whole(units, padded_S, groups, shape.microbatch_tokens)
     size_U = [sum(padded_S[i] for i in unit) for unit in units]
     order = sorted(range(len(units)), key=lambda u: (-size_U[u], u))
     tight = _best_fit(order, size_U, shape.microbatch_tokens)
@@ -177,6 +193,25 @@ def _units(padded_S: Sequence[int], group_S: Sequence[int], capacity: int) -> li
             room = capacity
         room -= padded
     return units
+
+
+def _check_whole(
+    units: Sequence[Sequence[int]],
+    padded_S: Sequence[int],
+    group_S: Sequence[int],
+    capacity: int,
+) -> None:
+    first_of: dict[int, int] = {}
+    for u, unit in enumerate(units):
+        group = group_S[unit[0]]
+        if first_of.setdefault(group, u) != u:
+            size = sum(padded for padded, g in zip(padded_S, group_S) if g == group)
+            raise ConfigError(
+                "policy.microbatch_tokens",
+                f"is smaller than a group of {size} tokens that must not be split",
+                found=capacity,
+                remedy=f"set it to at least {size}, or leave out rows that long",
+            )
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 @pytest.mark.parametrize(
     "name",
     [
+        "megatron_grpo.algorithms.advantages",
         "megatron_grpo.algorithms.losses",
         "megatron_grpo.algorithms.packing",
         "megatron_grpo.batch",

@@ -209,6 +209,7 @@ def test_batch_statistics_by_hand():
             "reward_std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / 8),
             "reward_min": 0.0,
             "reward_max": 1.0,
+            "shaped_reward_mean": mean,
             "zero_spread_groups": 1,
             "advantage_abs_mean": 4 * 0.5 / 8,
             "response_tokens_mean": 20 / 8,

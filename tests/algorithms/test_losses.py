@@ -9,56 +9,15 @@ import pytest
 import torch
 
 from megatron_grpo.algorithms.losses import (
+    at_level,
+    cispo_surrogate,
     clipped_surrogate,
-    group_advantages,
-    has_zero_spread,
+    correction_weights,
     kl_estimates,
+    kl_loss,
     log_ratio,
+    sequence_means,
 )
-from megatron_grpo.errors import ConfigError
-
-
-@pytest.mark.parametrize("rewards", [[0.1] * 8, [0.9] * 3, [1 / 3] * 16, [0.0] * 4, [-2.5] * 5])
-def test_d2_equal_rewards_give_advantages_of_exactly_zero(rewards):
-    assert has_zero_spread(rewards)
-    for baseline in ("group_mean", "leave_one_out"):
-        assert group_advantages(rewards, baseline).tolist() == [0.0] * len(rewards)
-
-
-def test_d2_rewards_that_differ_by_float_noise_only_have_no_spread():
-    noisy = [0.3, 0.1 + 0.2, 0.3]  # 0.1 + 0.2 is 0.30000000000000004
-    assert noisy[0] != noisy[1]
-    assert has_zero_spread(noisy)
-    assert group_advantages(noisy).tolist() == [0.0, 0.0, 0.0]
-    assert has_zero_spread([0.1 + 0.2 - 0.3, 0.0])  # 5.6e-17
-
-
-def test_small_but_real_differences_keep_their_spread():
-    assert not has_zero_spread([1e-4, 2e-4])
-    assert not has_zero_spread([100.0, 100.01])
-
-
-def test_d2_advantages_are_divided_by_the_sample_standard_deviation():
-    # mean 0.5, squares 4 * 0.25 = 1, sample std sqrt(1 / 3) = 0.57735, 0.5 / 0.57735 = 0.8660
-    expected = [0.8660254, -0.8660254, -0.8660254, 0.8660254]
-    assert group_advantages([1, 0, 0, 1]) == pytest.approx(expected, abs=1e-7)
-
-
-def test_without_scale_the_advantage_is_the_distance_to_the_mean():
-    # mean of 3, 0, 0, 1 is 1
-    assert group_advantages([3, 0, 0, 1], scale="none").tolist() == [2.0, -1.0, -1.0, 0.0]
-
-
-def test_leave_one_out_compares_with_the_mean_of_the_others():
-    # others' means: (0 + 0 + 1) / 3, (3 + 0 + 1) / 3, (3 + 0 + 1) / 3, (3 + 0 + 0) / 3
-    expected = [3 - 1 / 3, -4 / 3, -4 / 3, 0.0]
-    found = group_advantages([3, 0, 0, 1], "leave_one_out", "none")
-    assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_d2_a_group_of_one_is_refused():
-    with pytest.raises(ConfigError, match=r"group_size.*at least two"):
-        group_advantages([1.0])
 
 
 def surrogate(ratio: float, advantage: float, dual: float | None = None, low=0.2, high=0.2):
@@ -166,3 +125,149 @@ def test_kl_estimates_by_hand_and_in_expectation():
     exact = np.sum(np.exp(behavior.numpy()) * (behavior.numpy() - policy.numpy()))
     for estimate in kl_estimates(policy - behavior):
         assert float((behavior.exp() * estimate).sum()) == pytest.approx(exact, abs=1e-12)
+
+
+# D5: theta [.3, -.2, .1], reference logits [0, .5, -.4]; exact KL and its gradient by enumeration.
+THETA = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
+REFERENCE = torch.log_softmax(torch.tensor([0.0, 0.5, -0.4], dtype=torch.float64), 0)
+EXACT = [0.0753, -0.2044, 0.1292]
+
+
+def exact_kl(theta: torch.Tensor) -> float:
+    policy = torch.log_softmax(theta, 0)
+    return float((policy.exp() * (policy - REFERENCE)).sum())
+
+
+def expected_gradient(estimator, gradient) -> torch.Tensor:
+    """Of the loss term, averaged over the three actions with the policy's own probabilities."""
+    theta = THETA.clone().requires_grad_()
+    logprob = torch.log_softmax(theta, 0)
+    terms = kl_loss(logprob, REFERENCE, estimator, gradient)
+    [found] = torch.autograd.grad((logprob.exp().detach() * terms).sum(), theta)
+    return found
+
+
+def test_d5_the_exact_divergence_and_its_gradient_are_those_of_the_enumeration():
+    theta = THETA.clone().requires_grad_()
+    policy = torch.log_softmax(theta, 0)
+    kl = (policy.exp() * (policy - REFERENCE)).sum()
+    [gradient] = torch.autograd.grad(kl, theta)
+    assert kl.item() == pytest.approx(0.13116, abs=1e-5)
+    assert gradient.tolist() == pytest.approx(EXACT, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gradient", "expected"),
+    [
+        ("k1", "plain", [0.0, 0.0, 0.0]),  # why config refuses it
+        ("k2", "plain", EXACT),
+        ("k3", "plain", [0.1110, -0.2467, 0.1356]),
+        ("k1", "exact", EXACT),
+        ("k2", "exact", EXACT),
+        ("k3", "exact", EXACT),
+    ],
+)
+def test_d5_the_expected_gradient_of_each_kl_term(estimator, gradient, expected):
+    found = expected_gradient(estimator, gradient)
+    assert found.tolist() == pytest.approx(expected, abs=1e-4)
+    if expected[0]:
+        assert exact_kl(THETA - 0.1 * found) < exact_kl(THETA) - 1e-3
+
+
+def test_d5_the_plain_gradient_of_k3_is_that_of_the_other_divergence():
+    theta = THETA.clone().requires_grad_()
+    policy = torch.log_softmax(theta, 0)
+    other = (REFERENCE.exp() * (REFERENCE - policy)).sum()
+    [expected] = torch.autograd.grad(other, theta)
+    assert expected_gradient("k3", "plain").tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+def test_d5_k1_in_the_reward_has_the_exact_gradient():
+    # Policy gradient of the reward -k1, enumerated: sum of p * (-k1) * score, turned around.
+    theta = THETA.clone().requires_grad_()
+    logprob = torch.log_softmax(theta, 0)
+    weight = (logprob.exp() * (logprob - REFERENCE)).detach()
+    [found] = torch.autograd.grad((weight * logprob).sum(), theta)
+    assert found.tolist() == pytest.approx(EXACT, abs=1e-4)
+
+
+@pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.10653)])
+@pytest.mark.parametrize("gradient", ["exact", "plain"])
+def test_d5_values_of_the_estimators(estimator, value, gradient):
+    found = kl_loss(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator, gradient)
+    assert found.item() == pytest.approx(value, abs=1e-5)
+
+
+# Two sequences: tokens 0-2 (the last is masked) and 3-4.
+SEQUENCE_T = torch.tensor([0, 0, 0, 1, 1])
+MASK_T = torch.tensor([True, True, False, True, True])
+
+
+def test_sequence_means_leave_out_what_is_masked():
+    values = torch.tensor([1.0, 3.0, 100.0, 5.0, 7.0])
+    assert sequence_means(values, MASK_T, SEQUENCE_T, 2).tolist() == [2.0, 6.0]
+    none = torch.zeros(5, dtype=torch.bool)
+    assert sequence_means(values, none, SEQUENCE_T, 2).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("level", ["sequence", "sequence_token"])
+def test_a_sequence_ratio_is_the_geometric_mean_of_its_tokens(level):
+    ratios = torch.tensor([2.0, 8.0, 1.0, 0.5, 0.5]).log()
+    found = at_level(ratios, level, MASK_T, SEQUENCE_T, 2).exp()
+    assert found.tolist() == pytest.approx([4.0, 4.0, 4.0, 0.5, 0.5])
+
+
+def test_gspo_and_gspo_token_differ_in_where_the_gradient_goes():
+    # s = exp(mean of two logs) = 4. Sum over the sequence's two tokens of s_t * c_t, c = [1, 10].
+    coefficient = torch.tensor([1.0, 10.0, 0, 0, 0])
+    expected = {"sequence": [4 * 11 / 2, 4 * 11 / 2], "sequence_token": [4 * 1, 4 * 10]}
+    for level, gradient in expected.items():
+        logs = torch.tensor([2.0, 8.0, 1.0, 0.5, 0.5]).log().requires_grad_()
+        ratio = at_level(logs, level, MASK_T, SEQUENCE_T, 2).exp()
+        (coefficient * ratio).sum().backward()
+        assert logs.grad is not None
+        assert logs.grad.tolist() == pytest.approx([*gradient, 0, 0, 0])
+
+
+def test_without_bounds_nothing_is_clipped():
+    loss, clipped = clipped_surrogate(
+        torch.tensor([9.0, 0.1]), torch.tensor([1.0, -1.0]), None, None
+    )
+    assert loss.tolist() == pytest.approx([-9.0, 0.1])
+    assert clipped.tolist() == [False, False]
+
+
+def test_cispo_bounds_the_weight_and_keeps_every_gradient():
+    # ratio 9 is weighed as 1 + 4 = 5, ratio 0.1 as it is; loss -w A logp, gradient -w A
+    logprob = torch.tensor([-2.0, -3.0], requires_grad=True)
+    advantage = torch.tensor([1.0, -2.0])
+    loss, clipped = cispo_surrogate(
+        torch.tensor([9.0, 0.1]), logprob, advantage, clip_low=None, clip_high=4.0
+    )
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([-5 * 1 * -2, 0.1 * 2 * -3])
+    assert clipped.tolist() == [True, False]
+    assert logprob.grad is not None and logprob.grad.tolist() == pytest.approx([-5.0, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ("truncated", [2.0, 0.25, 1.0, 1.0, 1.0]),
+        ("masked", [0.0, 0.0, 1.0, 1.0, 1.0]),
+        # geometric means: sqrt(3 * 0.25) = 0.866 inside, 1 inside
+        ("sequence_mask", [1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_correction_weights_by_hand(correction, expected):
+    logs = torch.tensor([3.0, 0.25, 1.0, 1.0, 1.0]).log().requires_grad_()
+    found = correction_weights(logs, correction, 0.5, 2.0, MASK_T, SEQUENCE_T, 2)
+    assert found.tolist() == pytest.approx(expected)
+    assert not found.requires_grad
+
+
+def test_a_sequence_far_off_policy_is_masked_whole():
+    # sqrt(3 * 3) = 3 is outside [0.5, 2]; the masked third token has no say.
+    logs = torch.tensor([3.0, 3.0, 0.001, 1.0, 1.0]).log()
+    found = correction_weights(logs, "sequence_mask", 0.5, 2.0, MASK_T, SEQUENCE_T, 2)
+    assert found.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
