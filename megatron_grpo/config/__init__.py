@@ -1,6 +1,6 @@
 """Strict, frozen run configuration; reaches no torch, so a laptop can check a config."""
 
-from megatron_grpo.config.algorithm import AlgorithmConfig, GrpoConfig
+from megatron_grpo.config.algorithm import AlgorithmConfig, DpoConfig, GrpoConfig, SftConfig
 from megatron_grpo.config.backends import (
     ClusterConfig,
     DType,
@@ -14,7 +14,10 @@ from megatron_grpo.config.backends import (
 )
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
 from megatron_grpo.config.run import (
+    ChatTask,
+    DataTask,
     EvaluationConfig,
+    PreferenceTask,
     ReasoningGymTask,
     RolloutsConfig,
     RunConfig,
@@ -25,8 +28,11 @@ from megatron_grpo.config.run import (
 
 __all__ = [
     "AlgorithmConfig",
+    "ChatTask",
     "ClusterConfig",
     "DType",
+    "DataTask",
+    "DpoConfig",
     "EvaluationConfig",
     "GrpoConfig",
     "MegatronPolicyConfig",
@@ -34,12 +40,14 @@ __all__ = [
     "ModelShape",
     "OptimizerConfig",
     "ParallelConfig",
+    "PreferenceTask",
     "ReasoningGymTask",
     "ReferenceGeneratorConfig",
     "ReferencePolicyConfig",
     "RolloutsConfig",
     "RunConfig",
     "SamplingConfig",
+    "SftConfig",
     "VllmGeneratorConfig",
     "WeightsConfig",
     "dump_config",

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatron_grpo.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section
+from megatron_grpo.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section, tag_of
 from megatron_grpo.errors import ConfigError
 
 Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
@@ -269,4 +269,56 @@ class GrpoConfig(Section):
         return self.kl_coefficient > 0
 
 
-AlgorithmConfig = GrpoConfig
+class SftConfig(Section):
+    """Supervised fine-tuning: likelihood of the assistant's turns."""
+
+    type: Literal["sft"] = "sft"
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Every token of the step counts the same, or every dialogue does."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+
+class DpoConfig(Section):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) on pairs."""
+
+    type: Literal["dpo"] = "dpo"
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """sigmoid: DPO. ipo: squared distance of the margin to 1 / (2 beta) (Azar et al. 2023,
+    arXiv:2310.12036).
+    """
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5, allow_inf_nan=False)] = 0.0
+    """Assumed fraction of pairs whose labels are swapped (conservative DPO)."""
+    length_normalized: bool = False
+    """Log-ratios per token instead of per response."""
+    sft_coefficient: NonNegativeFloat = 0.0
+    """Weight of the chosen response's negative log-likelihood per token."""
+    reference_path: Path | None = None
+    """Hugging Face folder of the frozen model; null is the model that training starts from."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DpoConfig:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ConfigError(
+                "label_smoothing",
+                "belongs to the sigmoid loss; ipo is bounded without it",
+                found=self.label_smoothing,
+                remedy="set it to 0, or loss to sigmoid",
+            )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether rollouts must carry log-probabilities of a frozen model."""
+        return True
+
+
+AlgorithmConfig = Annotated[
+    Annotated[GrpoConfig, Tag("grpo")]
+    | Annotated[SftConfig, Tag("sft")]
+    | Annotated[DpoConfig, Tag("dpo")],
+    Discriminator(tag_of("grpo")),
+]

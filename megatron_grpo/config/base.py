@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar, Union
 
@@ -38,6 +38,17 @@ class Section(BaseModel):
 
 
 SectionT = TypeVar("SectionT", bound=Section)
+
+
+def tag_of(default: str) -> Callable[[object], object]:
+    """For unions of sections: the `type` of a value, `default` where none is written."""
+
+    def tag(value: object) -> object:
+        if isinstance(value, Mapping):
+            return value.get("type", default)
+        return type(value).model_fields["type"].default if isinstance(value, Section) else default
+
+    return tag
 
 
 def read_yaml(path: Path) -> dict[str, Value]:

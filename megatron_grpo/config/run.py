@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 from ruamel.yaml import YAML
 
-from megatron_grpo.config.algorithm import AlgorithmConfig
+from megatron_grpo.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megatron_grpo.config.backends import (
     ClusterConfig,
     GeneratorConfig,
     ModelConfig,
     PolicyConfig,
+    ReferenceGeneratorConfig,
+    VllmGeneratorConfig,
     WeightsConfig,
 )
 from megatron_grpo.config.base import (
@@ -28,6 +30,7 @@ from megatron_grpo.config.base import (
     apply_overrides,
     parse_scalar,
     read_yaml,
+    tag_of,
     validate,
 )
 from megatron_grpo.errors import ConfigError
@@ -90,6 +93,39 @@ class ReasoningGymTask(Section):
         return {key: parse_scalar(value) for key, value in parameters.items()}
 
 
+class DataTask(Section):
+    """Rows of a JSON lines file instead of problems to sample answers for."""
+
+    path: str
+    """The file, or `shipped:NAME` for a small set that comes with this package."""
+    heldout_rows: PositiveInt = 16
+    """Set aside for evaluation, chosen by the seed."""
+    seed: NonNegativeInt = 0
+    max_row_tokens: PositiveInt = 1024
+    """Longer dialogues (of a pair: if either is longer) are left out and counted."""
+
+
+class ChatTask(DataTask):
+    """Dialogues to imitate, one per line: {"messages": [{"role": ..., "content": ...}, ...]}."""
+
+    type: Literal["chats"] = "chats"
+
+
+class PreferenceTask(DataTask):
+    """Pairs, one per line: {"prompt": [messages], "chosen": text, "rejected": text}."""
+
+    type: Literal["preferences"] = "preferences"
+
+
+TaskConfig = Annotated[
+    Annotated[ReasoningGymTask, Tag("reasoning_gym")]
+    | Annotated[ChatTask, Tag("chats")]
+    | Annotated[PreferenceTask, Tag("preferences")],
+    Discriminator(tag_of("reasoning_gym")),
+]
+_TASK_OF = {"grpo": "reasoning_gym", "sft": "chats", "dpo": "preferences"}
+
+
 class RolloutsConfig(Section):
     """How much is generated per step and how far it may run ahead."""
 
@@ -120,12 +156,13 @@ class RunConfig(Section):
     seed: NonNegativeInt = 1
     steps: PositiveInt
     model: ModelConfig
-    task: ReasoningGymTask
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    task: TaskConfig
+    algorithm: AlgorithmConfig = GrpoConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     policy: PolicyConfig
-    generator: GeneratorConfig
+    generator: GeneratorConfig | None = None
+    """Required to sample (grpo); absent when training on data (sft, dpo)."""
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -134,11 +171,41 @@ class RunConfig(Section):
     def folder(self) -> Path:
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name
 
+    @property
+    def engines(self) -> VllmGeneratorConfig | ReferenceGeneratorConfig:
+        """The generator of a run that has one."""
+        if self.generator is None:
+            raise ConfigError("generator", "is required", remedy="add it to the config")
+        return self.generator
+
+    @property
+    def reference_folder(self) -> Path | None:
+        """Of the frozen model, if the algorithm compares with one."""
+        if isinstance(self.algorithm, SftConfig) or not self.algorithm.needs_reference:
+            return None
+        path = self.algorithm.reference_path
+        return self.model.folder if path is None else path.expanduser()
+
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
+        wanted = _TASK_OF[self.algorithm.type]
+        if self.task.type != wanted:
+            raise ConfigError(
+                "task.type",
+                f"algorithm {self.algorithm.type} trains on {wanted}",
+                found=self.task.type,
+                remedy=f"set it to {wanted}, or change algorithm.type",
+            )
+        if isinstance(self.task, ReasoningGymTask):
+            self._check_sampled(self.task)
+        else:
+            self._check_data(self.task)
+        return self
+
+    def _check_sampled(self, task: ReasoningGymTask) -> None:
         longest = self.rollouts.max_prompt_tokens + self.sampling.max_new_tokens
         limits = [
-            ("generator.max_model_tokens", self.generator.max_model_tokens),
+            ("generator.max_model_tokens", self.engines.max_model_tokens),
             ("policy.microbatch_tokens", self.policy.microbatch_tokens),
         ]
         for key, limit in limits:
@@ -151,23 +218,55 @@ class RunConfig(Section):
                     found=limit,
                     remedy=f"set {key} to at least {longest}",
                 )
-        trainable = self.task.rows - self.task.heldout_rows
+        trainable = task.rows - task.heldout_rows
         if trainable < self.rollouts.groups_per_step:
             raise ConfigError(
                 "task.rows",
                 f"leaves {trainable} training problems, fewer than the "
                 f"{self.rollouts.groups_per_step} of rollouts.groups_per_step",
-                found=self.task.rows,
+                found=task.rows,
                 remedy="generate more rows or take smaller steps",
             )
-        if (self.policy.type == "megatron") != (self.generator.type == "vllm"):
+        if (self.policy.type == "megatron") != (self.engines.type == "vllm"):
             raise ConfigError(
                 "generator.type",
-                f"a {self.policy.type} policy cannot feed a {self.generator.type} generator",
-                found=self.generator.type,
+                f"a {self.policy.type} policy cannot feed a {self.engines.type} generator",
+                found=self.engines.type,
                 remedy="pair megatron with vllm, reference with reference",
             )
-        return self
+
+    def _check_data(self, task: DataTask) -> None:
+        """Nothing is sampled, so whatever is about sampling must be left alone."""
+        if self.generator is not None:
+            raise ConfigError(
+                "generator",
+                f"algorithm {self.algorithm.type} trains on data and generates nothing",
+                found=self.generator.type,
+                remedy="remove the section",
+            )
+        for section, given, unused in (
+            ("sampling", self.sampling, list(SamplingConfig.model_fields)),
+            ("rollouts", self.rollouts, ["group_size", "max_staleness", "max_prompt_tokens"]),
+            ("evaluation", self.evaluation, ["samples"]),
+        ):
+            for key in unused:
+                value = given.model_dump()[key]
+                if value != type(given).model_fields[key].default:
+                    raise ConfigError(
+                        f"{section}.{key}",
+                        f"means nothing to algorithm {self.algorithm.type}, which samples nothing",
+                        found=value,
+                        remedy="remove it",
+                    )
+        rows = 2 if self.algorithm.type == "dpo" else 1
+        if rows * task.max_row_tokens > self.policy.microbatch_tokens:
+            raise ConfigError(
+                "policy.microbatch_tokens",
+                f"{rows} of task.max_row_tokens must fit into one micro-batch",
+                found=self.policy.microbatch_tokens,
+                remedy=f"set it to at least {rows * task.max_row_tokens}, or lower "
+                "task.max_row_tokens",
+            )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_grpo.config import RunConfig, dump_config
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
-from megatron_grpo.protocols import Environment, Generator, PolicyBackend
+from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
 from megatron_grpo.train.evaluate import Evaluation, Evaluator
 from megatron_grpo.train.loop import Run, train
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
@@ -42,7 +42,7 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
         stack.callback(environment.close)
         folder = prepare_folder(config, console)
         console.print(
-            f"[bold]{config.name}[/bold]: starting {config.policy.type} and {config.generator.type}"
+            f"[bold]{config.name}[/bold]: starting {config.policy.type} and {config.engines.type}"
         )
         backends = reference_backends if config.policy.type == "reference" else cluster_backends
         policy, generator = stack.enter_context(backends(config))
@@ -52,7 +52,7 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
         with run.phases("export"):
             policy.export(folder / "model")
         gpu = config.cluster.gpus_per_rank > 0
-        dtypes = tuple(resolve_dtype(b.dtype, gpu=gpu) for b in (config.policy, config.generator))
+        dtypes = tuple(resolve_dtype(b.dtype, gpu=gpu) for b in (config.policy, config.engines))
         summary = summarize(
             config,
             policy.layout,
@@ -78,7 +78,6 @@ def build_run(
     console: Console,
     stack: ExitStack,
 ) -> Run:
-    from megatron_grpo.algorithms.grpo import Grpo
     from megatron_grpo.generation.shared import SharedGenerator
     from megatron_grpo.rollouts.sources import LiveSource
     from megatron_grpo.rollouts.zarr_store import ZarrStore
@@ -110,7 +109,7 @@ def build_run(
     return Run(
         config,
         source,
-        Grpo(config.algorithm, config.sampling.temperature),
+        build_grpo(config),
         policy,
         generator,
         evaluator,
@@ -119,6 +118,14 @@ def build_run(
         Phases(),
         progress,
     )
+
+
+def build_grpo(config: RunConfig) -> Algorithm:
+    from megatron_grpo.algorithms.grpo import Grpo
+
+    if config.algorithm.type != "grpo":
+        raise ConfigError("algorithm.type", "does not learn from samples")
+    return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
 
 
 def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console) -> None:
@@ -135,6 +142,8 @@ def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console)
 def build_environment(config: RunConfig, tokenizer) -> Environment:
     from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
 
+    if config.task.type != "reasoning_gym":
+        raise ConfigError("task.type", "poses no problems to sample answers for")
     return ReasoningGymEnvironment(
         config.task,
         tokenizer,
@@ -179,14 +188,14 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
     from megatron_grpo.policy.reference import ReferencePolicy
     from megatron_grpo.weights.in_process import InProcessChannel, hugging_face_manifest
 
-    if config.policy.type != "reference" or config.generator.type != "reference":
+    if config.policy.type != "reference" or config.engines.type != "reference":
         raise ConfigError("policy.type", "only reference with reference runs in one process")
     folder = config.model.folder
     channel = InProcessChannel(hugging_face_manifest(folder), deadline_s=config.weights.deadline_s)
     policy = ReferencePolicy(folder, config.policy, channel.sender)
     generator = ReferenceGenerator(
         folder,
-        config.generator,
+        config.engines,
         config.sampling.temperature,
         stop_token_ids(folder),
         channel.receivers[0],
@@ -209,9 +218,9 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
 
-    if config.policy.type != "megatron" or config.generator.type != "vllm":
+    if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
-    parallel, engines = config.policy.parallel, config.generator
+    parallel, engines = config.policy.parallel, config.engines
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
     placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)

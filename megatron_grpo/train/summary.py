@@ -77,7 +77,7 @@ def summarize(
     return Summary(
         name=config.name,
         policy_backend=config.policy.type,
-        generator_backend=config.generator.type,
+        generator_backend=config.engines.type,
         layout=layout,
         policy_dtype=dtypes[0],
         generator_dtype=dtypes[1],
