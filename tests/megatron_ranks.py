@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 RANKS = 4
-START_S = 180.0
+START_S = 270.0
 CASE_S = 60.0
 
 
@@ -39,7 +39,7 @@ class RankPool:
         self._case = 0
         self._processes = [
             context.Process(
-                target=_serve, args=(rank, self._tasks[rank], self._results), daemon=True
+                target=_serve, args=(rank, self._tasks[rank], self._results), daemon=False
             )
             for rank in range(RANKS)
         ]
@@ -93,12 +93,24 @@ def _serve(rank: int, tasks: Any, results: Any) -> None:
 
     torch.set_num_threads(1)
     results.put((0, rank, "", None))
-    while (task := tasks.get()) is not None:
+    while (task := _next(tasks)) is not None:
         case, function, world, args = task
         try:
             results.put((case, rank, "", function(rank, world, *args)))
         except Exception:  # noqa: BLE001  (reported to the test)
             results.put((case, rank, traceback.format_exc(), None))
+
+
+def _next(tasks: Any) -> Any:
+    """The next task; None when the session is over or gone. Not a daemon: Megatron's checkpoint
+    writer starts a process of its own."""
+    parent = multiprocessing.parent_process()
+    while True:
+        try:
+            return tasks.get(timeout=5)
+        except queue.Empty:
+            if parent is None or not parent.is_alive():
+                return None
 
 
 def one(values: Sequence[Any]) -> Any:

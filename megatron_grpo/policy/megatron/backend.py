@@ -26,7 +26,11 @@ from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.errors import ClusterError, ConfigError, WeightExchangeError
 from megatron_grpo.policy.megatron import mesh
-from megatron_grpo.policy.megatron.checkpoint import load_checkpoint, save_checkpoint
+from megatron_grpo.policy.megatron.checkpoint import (
+    load_checkpoint,
+    save_checkpoint,
+    stop_writer,
+)
 from megatron_grpo.policy.megatron.device import (
     choose_transformer_engine,
     compute_dtype,
@@ -178,6 +182,7 @@ class MegatronRank:
             self._channel.sender.close()
         self._channel = None
         self._parts = None
+        stop_writer()
         if dist.is_initialized():
             mesh.leave_mesh()
             dist.destroy_process_group()

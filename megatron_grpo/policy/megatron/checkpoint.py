@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.module import Float16Module
 
 from megatron_grpo.conversion.hf_folder import begin_folder, finish_folder, partial_folder
 from megatron_grpo.errors import CheckpointError
 from megatron_grpo.policy.megatron.export import agree, attempt
+from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.policy.megatron.optimizer import Updater
 
 _METADATA: dict[str, Any] = {
@@ -65,11 +68,11 @@ def load_checkpoint(
     _fill_optimizer_state(updater)
     state = _state(chunks, updater, loading=True)
     try:
-        loaded = dist_checkpointing.load(state, str(folder))
+        loaded = cast(dict[str, Any], dist_checkpointing.load(state, str(folder)))
     except (OSError, CheckpointingException) as error:
         raise CheckpointError(str(folder), f"cannot be loaded: {error}") from error
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{index}"])
+        _model(chunk).load_state_dict(loaded[f"model{index}"])
     with torch.no_grad():  # the state holds views of leaves that require gradients
         updater.optimizer.load_state_dict(loaded["optimizer"])
     _own_steps(updater)
@@ -78,12 +81,26 @@ def load_checkpoint(
     updater.zero_grad()
 
 
+def stop_writer() -> None:
+    """End the helper process that Megatron's writer starts and never stops."""
+    results = cast(Any, filesystem_async)._results_queue
+    if results is not None:
+        results._manager.shutdown()
+        cast(Any, filesystem_async)._results_queue = None
+
+
+def _model(chunk: DistributedDataParallel) -> DecoderModel:
+    """The model inside its wrappers, whose names would differ between dtypes."""
+    inner = chunk.module
+    return cast(DecoderModel, inner.module if isinstance(inner, Float16Module) else inner)
+
+
 def _state(
     chunks: Sequence[DistributedDataParallel], updater: Updater, *, loading: bool
 ) -> dict[str, Any]:
     metadata = dict(_METADATA)
     state: dict[str, Any] = {
-        f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+        f"model{index}": _model(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(chunks)
     }
     state["optimizer"] = updater.optimizer.sharded_state_dict(
