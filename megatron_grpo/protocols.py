@@ -139,6 +139,10 @@ class PolicyBackend(Protocol):
         for a rollout of L_i tokens. No gradients."""
         ...
 
+    def reference_logprobs(self, batch: TrainBatch) -> list[Float32]:
+        """The same under the frozen reference model. Raises PolicyError if it was built without."""
+        ...
+
     def push_weights(self, version: int) -> PushReport:
         """Send the current weights to every puller of `version`. Blocks until sent."""
         ...

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch import IGNORED_TARGET, BatchShape, MicroBatch, TrainBatch
 from megatron_grpo.errors import ConfigError, RolloutError
-from megatron_grpo.types import Bool, Float32, Int32
+from megatron_grpo.types import Bool, Float32, Int32, RolloutGroup
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Plan = list[list[list[int]]]
@@ -136,6 +136,27 @@ def make_train_batch(
         num_tokens=sum(len(sequence.token_ids) for sequence in sequences),
         temperature=temperature,
         metrics=dict(metrics),
+    )
+
+
+def scoring_batch(
+    groups: Sequence[RolloutGroup], shape: BatchShape, temperature: float
+) -> TrainBatch:
+    """The groups as a batch that trains nothing: input of logprobs and reference_logprobs."""
+    sequences = [
+        TokenSequence(
+            token_ids=rollout.token_ids,
+            loss_mask=rollout.loss_mask,
+            advantages=np.zeros(rollout.num_tokens, np.float32),
+            behavior_logprobs=rollout.behavior_logprobs,
+            group=number,
+        )
+        for number, group in enumerate(groups)
+        for rollout in group.rollouts
+    ]
+    weights = np.zeros(len(sequences))
+    return make_train_batch(
+        sequences, shape, token_weight_S=weights, temperature=temperature, metrics={}
     )
 
 

@@ -196,6 +196,14 @@ class RunConfig(Section):
                 found=self.task.type,
                 remedy=f"set it to {wanted}, or change algorithm.type",
             )
+        if self.reference_folder is not None and self.policy.type == "megatron":
+            raise ConfigError(
+                "policy.type",
+                "the megatron policy cannot score with a frozen reference model yet, which "
+                f"{'DPO' if self.algorithm.type == 'dpo' else 'the KL term'} needs",
+                found=self.policy.type,
+                remedy="use the reference policy, or set algorithm.kl_coefficient to 0",
+            )
         if isinstance(self.task, ReasoningGymTask):
             self._check_sampled(self.task)
         else:

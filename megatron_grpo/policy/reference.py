@@ -29,7 +29,12 @@ from megatron_grpo.batch import (
 from megatron_grpo.config import OptimizerConfig, ReferencePolicyConfig
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import CheckpointError, PolicyError
-from megatron_grpo.policy.reference_checkpoint import export_hugging_face, load_state, save_state
+from megatron_grpo.policy.reference_checkpoint import (
+    export_hugging_face,
+    identity_of,
+    load_state,
+    save_state,
+)
 from megatron_grpo.policy.schedules import learning_rate_at
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats, WeightSender
 from megatron_grpo.types import Float32
@@ -43,6 +48,7 @@ class ReferencePolicy:
         config: dtype, micro-batch size, optimizer.
         sender: its end of a weight channel.
         attention: implementation inside transformers; "eager" is the plainest.
+        frozen: folder of the model that `reference_logprobs` scores with, or None.
     """
 
     def __init__(
@@ -51,10 +57,12 @@ class ReferencePolicy:
         config: ReferencePolicyConfig,
         sender: WeightSender,
         attention: Literal["sdpa", "eager"] = "sdpa",
+        frozen: Path | None = None,
     ) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
-        ).eval()
+        self.model = load_model(folder, attention)
+        self._frozen: PreTrainedModel | None = None
+        if frozen is not None:
+            self._frozen = load_model(frozen, attention).requires_grad_(False)
         self._folder = folder
         self._config = config
         self._sender = sender
@@ -113,12 +121,16 @@ class ReferencePolicy:
         return UpdateStats(norm, rate, time.monotonic() - start)
 
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
-        parts: list[tuple[int, Tensor]] = []
-        with torch.no_grad():
-            for microbatch in (mb for replica in batch.replicas for mb in replica):
-                logprob_T, _ = self._score(microbatch, batch.temperature)
-                parts += split_sequences(microbatch, logprob_T)
-        return [values.numpy() for values in in_batch_order(parts, batch.num_sequences)]
+        return self._logprobs(self.model, batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> list[Float32]:
+        if self._frozen is None:
+            raise PolicyError(
+                "reference_logprobs",
+                "this policy was built without a frozen model",
+                remedy="give its folder when the policy is made",
+            )
+        return self._logprobs(self._frozen, batch)
 
     def push_weights(self, version: int) -> PushReport:
         return self._sender.send(version, self._named_weights())
@@ -133,22 +145,33 @@ class ReferencePolicy:
                 "gradients have accumulated that a checkpoint does not hold",
                 remedy="save after optimizer_step",
             )
-        save_state(folder, self.model, self._optimizer, self._steps)
+        save_state(folder, self.model, self._optimizer, self._steps, identity_of(self._frozen))
 
     def load(self, folder: Path) -> None:
-        self._steps = load_state(folder, self.model, self._optimizer)
+        identity = identity_of(self._frozen)
+        self._steps = load_state(folder, self.model, self._optimizer, identity)
         self._zero_gradients()
 
     def close(self) -> None:
         self._sender.close()
 
     def _backward(self, microbatch: MicroBatch, temperature: float, loss: Loss) -> LossOutput:
-        logprob_T, entropy_T = self._score(microbatch, temperature)
+        logprob_T, entropy_T = self._score(self.model, microbatch, temperature)
         output = loss(logprob_T, entropy_T, microbatch)
         output.loss.backward()
         return LossOutput(output.loss.detach(), output.sums, output.maxima)
 
-    def _score(self, microbatch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, model: PreTrainedModel, batch: TrainBatch) -> list[Float32]:
+        parts: list[tuple[int, Tensor]] = []
+        with torch.no_grad():
+            for microbatch in (mb for replica in batch.replicas for mb in replica):
+                logprob_T, _ = self._score(model, microbatch, batch.temperature)
+                parts += split_sequences(microbatch, logprob_T)
+        return [values.numpy() for values in in_batch_order(parts, batch.num_sequences)]
+
+    def _score(
+        self, model: PreTrainedModel, microbatch: MicroBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """(logprob_T, entropy_T), one sequence at a time; 0 on padding."""
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
@@ -157,7 +180,7 @@ class ReferencePolicy:
         for start, end, length in zip(bounds[:-1], ends, microbatch.sequence_tokens, strict=True):
             here = slice(start, start + length)
             with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
-                logits_LV = self.model(
+                logits_LV = model(
                     input_ids=microbatch.token_ids_T[here][None], use_cache=False
                 ).logits[0]
             logprob_L, entropy_L = score_logits(
@@ -177,6 +200,13 @@ class ReferencePolicy:
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():  # tied ones come once
             yield name, parameter.detach()
+
+
+def load_model(folder: Path, attention: Literal["sdpa", "eager"]) -> PreTrainedModel:
+    """In fp32, without dropout."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+    ).eval()
 
 
 def score_logits(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

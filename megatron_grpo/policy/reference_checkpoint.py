@@ -2,11 +2,13 @@
 
 weights.safetensors     parameters, fp32, Hugging Face names, tied ones once
 optimizer.safetensors   <name>/exp_avg and <name>/exp_avg_sq
-state.json              format, finished optimizer steps; written last, so its presence means whole
+state.json              format, finished optimizer steps, identity of the frozen model; written
+                        last, so its presence means whole
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -19,13 +21,28 @@ from transformers import PreTrainedModel
 
 from megatron_grpo.errors import CheckpointError
 
-_FORMAT = 1
+_FORMAT = 2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
+def identity_of(model: PreTrainedModel | None) -> str:
+    """Digest of every name and value of a model; "" for none."""
+    if model is None:
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().contiguous().numpy())
+    return digest.hexdigest()
+
+
 def save_state(
-    folder: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, steps: int
+    folder: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.AdamW,
+    steps: int,
+    frozen: str = "",
 ) -> None:
     """Write everything that `load_state` needs to go on exactly.
 
@@ -45,19 +62,23 @@ def save_state(
         weights = {name: p.detach().contiguous() for name, p in parameters.items()}
         save_file(weights, folder / "weights.safetensors")
         save_file(moments, folder / "optimizer.safetensors")
-        state_text = json.dumps({"format": _FORMAT, "optimizer_steps": steps})
+        written = {"format": _FORMAT, "optimizer_steps": steps, "frozen": frozen}
+        state_text = json.dumps(written)
         (folder / "state.json").write_text(state_text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(str(folder), f"cannot be written: {error}") from error
 
 
-def load_state(folder: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW) -> int:
+def load_state(
+    folder: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, frozen: str = ""
+) -> int:
     """Fill model and optimizer from `save_state`'s files; returns the finished optimizer steps.
 
     Nothing is changed unless everything fits.
 
     Raises:
-        CheckpointError: files are missing, unreadable or of another model.
+        CheckpointError: files are missing, unreadable or of another model, or the frozen model is
+            another than the one of the run that was saved.
     """
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -73,6 +94,13 @@ def load_state(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Adam
             f"is not of format {_FORMAT}",
             found=state,
             remedy="load it with the release that wrote it",
+        )
+    if state.get("frozen") != frozen:
+        raise CheckpointError(
+            str(folder / "state.json"),
+            "was trained beside another frozen reference model",
+            found=state.get("frozen"),
+            remedy=f"resume with the same one, not {frozen or 'none'}",
         )
     parameters = dict(model.named_parameters())
     expected = {name: p.shape for name, p in parameters.items()}

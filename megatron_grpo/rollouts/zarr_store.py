@@ -4,7 +4,7 @@ step.
     steps     step_number, step_group_end                                        [steps]
     groups    group_rollout_end, group_text_end                                  [groups]
     rollouts  rollout_token_end, rollout_text_end, rollout_reward, ...           [rollouts]
-    tokens    token_id, token_loss_mask, token_logprob, token_version            [tokens]
+    tokens    token_id, token_loss_mask, token_logprob, token_version, ...       [tokens]
     texts     group_text, rollout_text: UTF-8 JSON, read only when asked for     [bytes]
 
 A ragged column is values and ends: row i is values[end[i - 1] : end[i]]. `committed.json` says how
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from zarr.codecs import ZstdCodec
 
 from megatron_grpo.errors import RolloutError
-from megatron_grpo.types import FinishReason, Prompt, Reward, Rollout, RolloutGroup
+from megatron_grpo.types import FinishReason, Float32, Prompt, Reward, Rollout, RolloutGroup
 
 Column = NDArray[np.generic]
 
@@ -62,6 +62,7 @@ _ARRAYS = {
     "token_loss_mask": ("tokens", "bool"),
     "token_logprob": ("tokens", "float32"),
     "token_version": ("tokens", "int32"),
+    "token_reference_logprob": ("tokens", "float32"),
     "group_text": ("group_bytes", "uint8"),
     "rollout_text": ("rollout_bytes", "uint8"),
 }
@@ -221,6 +222,7 @@ def _columns(step: int, groups: Sequence[RolloutGroup], before: _Committed) -> d
         "token_loss_mask": _joined(rollouts, lambda r: r.loss_mask, np.bool_),
         "token_logprob": _joined(rollouts, lambda r: r.behavior_logprobs, np.float32),
         "token_version": _joined(rollouts, lambda r: r.versions, np.int32),
+        "token_reference_logprob": _joined(rollouts, _reference_logprobs, np.float32),
         "group_text": np.frombuffer(b"".join(group_texts), np.uint8),
         "rollout_text": np.frombuffer(b"".join(rollout_texts), np.uint8),
     }
@@ -234,6 +236,13 @@ def _joined(
     rollouts: Sequence[Rollout], field: Callable[[Rollout], Column], dtype: type[np.generic]
 ) -> Column:
     return np.concatenate([np.zeros(0, dtype), *(field(rollout) for rollout in rollouts)])
+
+
+def _reference_logprobs(rollout: Rollout) -> Column:
+    """NaN everywhere stands for None: a rollout that was scored has a number on its prompt."""
+    if rollout.reference_logprobs is None:
+        return np.full(rollout.num_tokens, np.nan, np.float32)
+    return rollout.reference_logprobs
 
 
 def _group_text(group: RolloutGroup) -> dict[str, str]:
@@ -266,6 +275,11 @@ def _decode(data: Column) -> dict[str, str]:
     return json.loads(data.tobytes().decode("utf-8", "surrogatepass"))
 
 
+def _or_none(reference_logprobs: Column) -> Float32 | None:
+    values = reference_logprobs.astype(np.float32)
+    return None if np.isnan(values[0]) else values
+
+
 class _StepReader:
     """Reads the rows of one step and nothing else."""
 
@@ -289,9 +303,9 @@ class _StepReader:
 
     def _rollouts(self, start: int, stop: int, group_ids: Sequence[str]) -> list[Rollout]:
         tokens_of = self._ranges("rollout_token_end", start, stop)
-        ids, masks, logprobs, versions = (
-            self._rows(name, tokens_of)
-            for name in ("token_id", "token_loss_mask", "token_logprob", "token_version")
+        ids, masks, logprobs, versions, references = (
+            self._rows(f"token_{name}", tokens_of)
+            for name in ("id", "loss_mask", "logprob", "version", "reference_logprob")
         )
         texts = self._rows("rollout_text", self._ranges("rollout_text_end", start, stop))
         rewards, prompt_tokens, reasons, seeds, seconds = (
@@ -314,6 +328,7 @@ class _StepReader:
                     seed=seeds[i],
                     text=text["text"],
                     generate_s=seconds[i],
+                    reference_logprobs=_or_none(references[i]),
                 )
             )
         return rollouts

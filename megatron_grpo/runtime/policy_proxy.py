@@ -77,8 +77,14 @@ class RayPolicy:
         return cast(UpdateStats, self._all("optimizer_step")[0])
 
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
+        return self._score("logprobs", batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> list[Float32]:
+        return self._score("reference_logprobs", batch)
+
+    def _score(self, verb: str, batch: TrainBatch) -> list[Float32]:
         arguments = [(ref, batch.temperature) for ref in self._per_replica(batch)]
-        results = call_all(self._members, "logprobs", arguments, self._step_s)
+        results = call_all(self._members, verb, arguments, self._step_s)
         found = dict(pair for part in results for pair in cast(list[tuple[int, Float32]], part))
         return [found[sequence] for sequence in range(batch.num_sequences)]
 

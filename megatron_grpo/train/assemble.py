@@ -21,6 +21,7 @@ from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBac
 from megatron_grpo.train.evaluate import Evaluation, Evaluator
 from megatron_grpo.train.loop import Run, train
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
 
 
@@ -34,6 +35,8 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
     console = console or Console()
     started = time.perf_counter()
     check_model_folder(config.model.folder)
+    if config.reference_folder is not None:
+        check_model_folder(config.reference_folder, "algorithm.reference_path")
     with ExitStack() as stack:
         from megatron_grpo.environments.chat import ChatTokenizer
 
@@ -117,7 +120,15 @@ def build_run(
         metrics,
         Phases(),
         progress,
+        build_scorer(config, policy),
     )
+
+
+def build_scorer(config: RunConfig, policy: PolicyBackend) -> ReferenceScorer | None:
+    if config.reference_folder is None:
+        return None
+    sampled = config.algorithm.type == "grpo"
+    return ReferenceScorer(policy, config.sampling.temperature, remember=not sampled)
 
 
 def build_grpo(config: RunConfig) -> Algorithm:
@@ -152,10 +163,10 @@ def build_environment(config: RunConfig, tokenizer) -> Environment:
     )
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, key: str = "model.path") -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            "model.path",
+            key,
             "holds no config.json",
             found=str(folder),
             remedy="give a Hugging Face folder, or write one with: "
@@ -192,7 +203,7 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
         raise ConfigError("policy.type", "only reference with reference runs in one process")
     folder = config.model.folder
     channel = InProcessChannel(hugging_face_manifest(folder), deadline_s=config.weights.deadline_s)
-    policy = ReferencePolicy(folder, config.policy, channel.sender)
+    policy = ReferencePolicy(folder, config.policy, channel.sender, frozen=config.reference_folder)
     generator = ReferenceGenerator(
         folder,
         config.engines,

@@ -27,6 +27,7 @@ from megatron_grpo.protocols import (
 from megatron_grpo.train.evaluate import Evaluator
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
 from megatron_grpo.train.records import StepRecord, step_record
+from megatron_grpo.train.reference_scores import ReferenceScorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Run:
     metrics: MetricsLog
     phases: Phases
     progress: TrainProgress
+    reference: ReferenceScorer | None = None
 
 
 def train(run: Run) -> list[StepRecord]:
@@ -56,6 +58,9 @@ def train(run: Run) -> list[StepRecord]:
     for step in range(1, run.config.steps + 1):
         with run.phases("generate"):
             groups = run.source.next_groups()
+        if run.reference is not None:
+            with run.phases("reference"):
+                groups = run.reference.score(groups)
         with run.phases("make_batch"):
             batch = run.algorithm.make_batch(groups, run.policy.batch_shape)
         stats, update = learn(run, batch)
