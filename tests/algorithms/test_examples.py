@@ -12,6 +12,7 @@ import pytest
     "name",
     [
         "megatron_grpo.algorithms.advantages",
+        "megatron_grpo.algorithms.dpo",
         "megatron_grpo.algorithms.losses",
         "megatron_grpo.algorithms.packing",
         "megatron_grpo.batch",
