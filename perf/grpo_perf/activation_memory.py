@@ -151,8 +151,10 @@ def policy_memory(
     bucket_bytes: int = 64 << 20,
     states: Mapping[int, StateBytes] | None = None,
 ) -> PolicyMemory:
-    """The fullest rank, under the distributed optimizer. Only stages 0, 1 and the last can be it: the first keeps most micro-batches
-    in flight, the second may have a layer more, the last has the head.
+    """The fullest rank, under the distributed optimizer.
+
+    Only stages 0, 1 and the last can be it: the first keeps most micro-batches in flight, the
+    second may have a layer more, the last has the head.
 
     Args:
         states: of those stages, where they are known already.
