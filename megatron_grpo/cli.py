@@ -114,7 +114,7 @@ def plan(
         staleness=staleness,
         objective="latency" if latency else "throughput",
     )
-    run_plan_command(question, out, Console())
+    run_plan_command(question, out, _wide_console())
 
 
 @app.command()
@@ -158,7 +158,7 @@ def simulate(
     )
     outcome = run_simulate_command(
         question,
-        Console(),
+        _wide_console(),
         lengths=lengths,
         steps=steps,
         oversampling=oversampling,
@@ -180,6 +180,11 @@ def main() -> None:
     except GrpoError as error:
         _complain(str(error))
         sys.exit(error.exit_code)
+
+
+def _wide_console() -> Console:
+    """As wide as the terminal; wide enough for tables where the output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _complain(message: str) -> None:

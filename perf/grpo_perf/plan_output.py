@@ -53,7 +53,15 @@ def _microbatch(work: Workload) -> int:
 def show_plans(result: PlanResult, console: Console, dropped: int = 3) -> None:
     """The best plans with memory and bottleneck, and what came closest to fitting."""
     table = Table(
-        "", "policy", "engines", "step s", "tok/s/GPU", "policy GB", "engine GB", "bottleneck"
+        "",
+        "policy",
+        "recompute",
+        "engines",
+        "step s",
+        "tok/s/GPU",
+        "policy GB",
+        "engine GB",
+        "bottleneck",
     )
     for index, plan in enumerate(result.plans, 1):
         phase, term, seconds = plan.step.bottleneck
@@ -61,7 +69,8 @@ def show_plans(result: PlanResult, console: Console, dropped: int = 3) -> None:
         place = "same GPUs" if work.colocated else f"{work.engine_gpus} GPUs"
         table.add_row(
             str(index),
-            f"{work.parallel.describe()} ({work.recompute} recompute)",
+            work.parallel.describe(),
+            work.recompute,
             f"{work.engines} x TP{work.engine_tensor}, {place}",
             f"{plan.step.step_s:.1f}",
             f"{plan.step.tokens_per_s_per_gpu:.0f}",

@@ -7,6 +7,7 @@ neither depends on how the other is cut.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,6 +35,7 @@ Objective = Literal["throughput", "latency"]
 POLICY_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MAX_PIPELINE = 16
+PLANS_PER_SPLIT = 3
 # Longer contexts than this are worth splitting over ranks.
 CONTEXT_TOKENS_PER_RANK = 16384
 
@@ -347,7 +349,7 @@ def make_plans(request: PlanRequest, eff: Efficiencies, keep: int = 10) -> PlanR
             f"{closest.largest})",
             remedy="take more GPUs" if closest is None else f"needs {closest.remedy}, or more GPUs",
         )
-    return PlanResult(plans[:keep], nearest, considered)
+    return PlanResult(_varied(plans, keep), nearest, considered)
 
 
 def _shortlist(
@@ -369,5 +371,19 @@ def _shortlist(
     return [min(engines, key=seconds)]
 
 
-def _rank(plan: Plan, objective: Objective) -> float:
-    return plan.step.step_s if objective == "throughput" else plan.latency_s
+def _rank(plan: Plan, objective: Objective) -> tuple[float, float]:
+    """Where the other side decides the step, the plan whose own side is shorter goes first."""
+    step, latency = plan.step.step_s, plan.latency_s
+    return (step, latency) if objective == "throughput" else (latency, step)
+
+
+def _varied(plans: list[Plan], keep: int) -> list[Plan]:
+    """The first `keep`, with few of one split: layouts of the side that waits differ little."""
+    chosen: list[Plan] = []
+    seen: Counter[tuple[int, int]] = Counter()
+    for plan in plans:
+        split = (plan.work.policy_gpus, plan.work.engine_gpus)
+        if seen[split] < PLANS_PER_SPLIT:
+            seen[split] += 1
+            chosen.append(plan)
+    return chosen[:keep]

@@ -83,9 +83,14 @@ class Workload:
 
     @property
     def decode_steps(self) -> float:
-        """Steps an engine needs for its share of the rollouts."""
+        """Steps an engine needs for its share of the rollouts.
+
+        The longest rollout bounds them from below: it has to end before it is too old, within
+        staleness + 1 steps of the run.
+        """
         generated = self.sequences / self.engines * self.mean_response
-        return max(1.0, generated / max(1.0, self.live_sequences))
+        bound = self.longest_response / (self.staleness + 1)
+        return max(1.0, bound, generated / max(1.0, self.live_sequences))
 
     @property
     def mean_response(self) -> float:
