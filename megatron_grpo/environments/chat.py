@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_grpo.errors import CheckpointError
-from megatron_grpo.types import Int32
+from megatron_grpo.errors import CheckpointError, RolloutError
+from megatron_grpo.types import Bool, Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,12 @@ class ChatTokenizer:
         self._tokenizer: PreTrainedTokenizerBase = tokenizer
         bos = tokenizer.bos_token_id
         self._bos_id = None if bos is None else int(bos)
+        eos = tokenizer.eos_token_id
+        self._eos_id = None if eos is None else int(eos)
         self._adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text of a prompt that asks for an assistant turn.
+    def render(self, messages: Sequence[Message], *, ask: bool = True) -> str:
+        """The text of a dialogue; with `ask`, a prompt that asks for an assistant turn.
 
         Without a chat template (a base model) it is the contents of the messages, one per line.
         """
@@ -70,22 +72,81 @@ class ChatTokenizer:
             return "\n".join(message.content for message in messages)
         turns = [{"role": message.role, "content": message.content} for message in messages]
         return str(
-            self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
         )
 
     def encode_prompt(self, messages: Sequence[Message]) -> Int32:
         """Token ids [P] of `render(messages)`, with one beginning-of-sequence token if the model
         has one.
         """
-        encoded = self._tokenizer(self.render(messages), add_special_tokens=False)
-        ids = [int(token) for token in encoded["input_ids"]]
-        if self._bos_id is not None:
-            written = 0
-            while written < len(ids) and ids[written] == self._bos_id:
-                written += 1
-            if written or self._adds_bos:
-                ids = [self._bos_id, *ids[written:]]
+        ids = self._with_bos(self._encode(self.render(messages)))
         return np.array(ids, np.int32)
+
+    def encode_dialogue(
+        self, messages: Sequence[Message], *, last_only: bool = False
+    ) -> tuple[Int32, Bool]:
+        """Token ids [L] of a dialogue up to its last assistant turn, and which of them the
+        assistant wrote, [L]: its words and the token that ends its turn. With `last_only`, those of
+        the last assistant turn alone.
+
+        Each turn is encoded behind the very prompt that would have asked for it. Where the template
+        ends no turn, the end-of-sequence token is added to the last one.
+
+        Raises:
+            RolloutError: no assistant turn, one with nothing before it, or a template that rewrites
+                earlier turns.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        written = ""
+        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if not turns or turns[0] == 0:
+            raise RolloutError(
+                "dialogue",
+                "needs an assistant turn, with something before it",
+                found=[message.role for message in messages],
+                remedy="leave the row out",
+            )
+        for turn in turns:
+            asked = self.render(messages[:turn])
+            answered = self.render(messages[: turn + 1], ask=False)
+            if not (asked.startswith(written) and answered.startswith(asked)):
+                raise RolloutError(
+                    "dialogue",
+                    "the chat template writes earlier turns differently once there are later ones",
+                    found=f"turn {turn}",
+                    remedy="give dialogues of one assistant turn each, or a template that does not",
+                )
+            question = self._encode(asked[len(written) :])
+            ids += question if ids else self._with_bos(question)
+            mask += [False] * (len(ids) - len(mask))
+            answer, trained = self._end_turn(answered[len(asked) :], last=turn == turns[-1])
+            ids += answer
+            mask += trained if turn == turns[-1] or not last_only else [False] * len(answer)
+            written = answered
+        return np.array(ids, np.int32), np.array(mask, np.bool_)
+
+    def _end_turn(self, text: str, *, last: bool) -> tuple[list[int], list[bool]]:
+        """Ids of an assistant turn; trained up to the token that ends it, not what follows."""
+        ids = self._encode(text)
+        if self._eos_id in ids:
+            end = len(ids) - ids[::-1].index(self._eos_id)
+            return ids, [i < end for i in range(len(ids))]
+        if last and self._eos_id is not None:
+            ids = [*ids, self._eos_id]
+        return ids, [True] * len(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=False)
+        return [int(token) for token in encoded["input_ids"]]
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        if self._bos_id is None:
+            return ids
+        written = 0
+        while written < len(ids) and ids[written] == self._bos_id:
+            written += 1
+        return [self._bos_id, *ids[written:]] if written or self._adds_bos else ids
 
     def decode(self, token_ids: Int32) -> str:
         """Text of sampled ids, special tokens left out."""
