@@ -13,6 +13,7 @@ import os
 import time
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -64,9 +65,13 @@ class ExchangeGroup:
         self._store = store
         self._rank = rank
         self._num_receivers = num_receivers
+        self._backend = backend
+        # Group and operation in flight hold the connections. They live in these attributes, in no
+        # local variable, where an exception's traceback would keep them open.
+        self._pending: Work | None = None
         self._await_members(time.monotonic() + deadline_s)
         try:
-            self._group = _process_group(
+            self._group: ProcessGroup | None = _process_group(
                 PrefixStore("weights/group", store),
                 rank,
                 num_receivers + 1,
@@ -86,24 +91,22 @@ class ExchangeGroup:
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self._check_open(what)
         if tensor.numel() == 0:  # a manifest of empty tensors; not every backend takes one
             return
         try:
-            work = self._group.broadcast([tensor], options)
+            self._pending = self._open_group(what).broadcast([tensor], options)
+            self._wait(until, what)
         except RuntimeError as error:
             raise self._lost(what, error) from error
-        self._wait(work, until, what)
 
     def acknowledge(self, until: float, what: str) -> None:
         """Back when every rank has called it."""
         ones = torch.ones(1, dtype=torch.int64, device=self.device)
-        self._check_open(what)
         try:
-            work = self._group.allreduce([ones], AllreduceOptions())
+            self._pending = self._open_group(what).allreduce([ones], AllreduceOptions())
+            self._wait(until, what)
         except RuntimeError as error:
             raise self._lost(what, error) from error
-        self._wait(work, until, what)
 
     def fail(self, cause: str) -> None:
         """Tell all ranks why this one gives up, and leave. Only the first cause is kept."""
@@ -114,10 +117,21 @@ class ExchangeGroup:
         self.close()
 
     def close(self) -> None:
-        """Leave the group; ranks still in a collective with this one fail at once."""
-        if not self.closed:
-            self.closed = True
-            self._group.abort()
+        """Leave the group; ranks still in a collective with this one fail at once.
+
+        Gloo cannot abort, and destroying a group waits for its operation, with Python's lock held.
+        So who has none in flight lets go of the group, which closes its connections; that ends the
+        operations of the others, and they let go of theirs.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        group, self._group = self._group, None
+        pending, self._pending = self._pending, None
+        if group is not None and self._backend == "nccl":
+            group.abort()
+        if pending is not None and not pending.is_completed():
+            Thread(target=_hold_until_done, args=[[group, pending]], daemon=True).start()
 
     def _await_members(self, until: float) -> None:
         try:
@@ -145,19 +159,20 @@ class ExchangeGroup:
             if not self._store.check([f"weights/joined/{rank}"])
         ]
 
-    def _check_open(self, what: str) -> None:
-        if self.closed:
+    def _open_group(self, what: str) -> ProcessGroup:
+        if self._group is None:
             raise WeightExchangeError(
                 f"{self.peer}, {what}",
                 "the exchange has failed or was closed before",
                 remedy="the first error says why; start the run again from its last checkpoint",
             )
+        return self._group
 
-    def _wait(self, work: Work, until: float, what: str) -> None:
+    def _wait(self, until: float, what: str) -> None:
         """Poll: no backend wakes up for a failure elsewhere, and NCCL's own wait does not block."""
         pause = _SHORTEST_SLEEP_S
         next_check = time.monotonic() + FAILURE_POLL_S
-        while not work.is_completed():
+        while self._pending is not None and not self._pending.is_completed():
             now = time.monotonic()
             if now > until:
                 raise WeightExchangeError(
@@ -170,27 +185,35 @@ class ExchangeGroup:
                 next_check = now + FAILURE_POLL_S
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_SLEEP_S)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._raise_reported_failure(what)
-            raise self._lost(what, error) from error
+        if self._pending is not None:
+            self._pending.wait()  # raises what went wrong
+            self._pending = None
 
     def _raise_reported_failure(self, what: str) -> None:
-        try:
-            if not self._store.check([_FAILED]):
-                return
-            cause = self._store.get(_FAILED).decode()
-        except RuntimeError as error:
-            raise self._lost(what, error) from error
-        raise WeightExchangeError(f"{self.peer}, {what}", f"the other side gave up: {cause}")
+        """Raises RuntimeError if the store, and so the sender's process, is gone."""
+        if self._store.check([_FAILED]):
+            raise self._gave_up(what, self._store.get(_FAILED).decode())
+
+    def _gave_up(self, what: str, cause: str) -> WeightExchangeError:
+        return WeightExchangeError(f"{self.peer}, {what}", f"the other side gave up: {cause}")
 
     def _lost(self, what: str, error: RuntimeError) -> WeightExchangeError:
+        """A broken connection is often the consequence of a failure that has been reported."""
+        with suppress(RuntimeError):
+            if self._store.check([_FAILED]):
+                return self._gave_up(what, self._store.get(_FAILED).decode())
         return WeightExchangeError(
             f"{self.peer}, {what}",
             f"connection lost: {one_line(error)}",
             remedy="a process of the exchange has ended; see its log",
         )
+
+
+def _hold_until_done(held: list[ProcessGroup | Work | None]) -> None:
+    """Keep a group until its operation has ended, at the latest by its timeout."""
+    *_, pending = held
+    while isinstance(pending, Work) and not pending.is_completed():
+        time.sleep(_LONGEST_SLEEP_S)
 
 
 def one_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from megatron_grpo.weights.rendezvous import host_store
 from megatron_grpo.weights.specs import SenderSpec, TensorSpec
 
 CPU = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 60.0
 ResultT = TypeVar("ResultT")
 
 
@@ -32,7 +32,7 @@ class Exchange:
         manifests: list[tuple[TensorSpec, ...]],
         receivers: int = 1,
         bucket_bytes: int = 64,
-        deadline_s: float = 5.0,
+        deadline_s: float = 30.0,
     ) -> None:
         self.pool = ThreadPoolExecutor(8)
         hosted = [host_store(deadline_s) for _ in manifests]
