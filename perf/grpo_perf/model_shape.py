@@ -316,7 +316,7 @@ def architecture_from_hf(raw: Mapping[str, Value], name: str, source: str) -> Ar
     if kind in ("qwen3_moe", "deepseek_v3"):
         values |= {
             "expert_hidden": _int(raw, "moe_intermediate_size", 0),
-            "num_experts": _int(raw, "num_experts", _int(raw, "n_routed_experts", 0)),
+            "num_experts": _first(raw, ("num_experts", "num_local_experts", "n_routed_experts")),
             "experts_per_token": _int(raw, "num_experts_per_tok", 0),
             "shared_experts": _int(raw, "n_shared_experts", 0),
             "dense_layers": _int(raw, "first_k_dense_replace", 0),
@@ -340,3 +340,8 @@ def _int(raw: Mapping[str, Value], field: str, default: int) -> int:
     """The field, or what the family means by leaving it out (Hugging Face writes null for that)."""
     value = raw.get(field)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def _first(raw: Mapping[str, Value], names: tuple[str, ...]) -> int:
+    """The field under the first of the names that a version of transformers gave it."""
+    return next((_int(raw, name, 0) for name in names if name in raw), 0)
