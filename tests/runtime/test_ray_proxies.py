@@ -124,9 +124,14 @@ class TestMegatronUnderRay(PolicyContract):
 class TestVllmUnderRay(GeneratorContract):
     @pytest.fixture(scope="class")
     def source(self, tmp_path_factory) -> Path:
-        folder = save_tiny(tmp_path_factory.mktemp("source"), "qwen2", seed=0)
+        # vLLM's CPU attention takes head sizes from 32 up; qwen2 here has 16.
+        folder = save_tiny(tmp_path_factory.mktemp("source"), "qwen3", seed=0)
         GenerationConfig(eos_token_id=list(STOP_TOKEN_IDS)).save_pretrained(folder)
         return folder
+
+    @pytest.fixture(scope="class")
+    def other(self, tmp_path_factory) -> Path:
+        return save_tiny(tmp_path_factory.mktemp("other"), "qwen3", seed=1)
 
     @pytest.fixture(scope="class")
     def generator(self, cluster, source) -> Iterator[RayGenerator]:

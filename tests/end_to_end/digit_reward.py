@@ -1,0 +1,5 @@
+"""A reward with a spread on random models: the share of characters that are even digits."""
+
+
+def even_digits(response: str, answer: str, metadata: str) -> float:
+    return sum(c in "02468" for c in response) / max(1, len(response))
