@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from megatron_grpo.config import ModelConfig, SamplingConfig, VllmGeneratorConfig
 from megatron_grpo.generation.engine_env import engine_env
 
-START_S = 240.0
+START_S = 280.0
 CALL_S = 60.0
 
 
