@@ -1,6 +1,6 @@
 """The fitted and assumed efficiencies of the cost model: named, between 0 and 1, with their origin.
 
-The values are in efficiencies.json, which `python -m grpo_perf.fit TABLE.csv` writes. Each says how
+The values are in efficiencies.json, which `python -m grpo_perf.fit --write` writes. Each says how
 much of an ideal rate is reached; the ideal rates are the hardware table and the constants below.
 """
 

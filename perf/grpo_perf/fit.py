@@ -1,7 +1,9 @@
 """Fit the efficiencies to published step times, and say how well they predict what they never saw.
 
-    python -m grpo_perf.fit published_step_times.csv [--write] [--out FILE]
+    python -m grpo_perf.fit [TABLE.csv] [--write] [--out FILE]
 
+The table that ships, published_step_times.csv, holds GRPO step times of NVIDIA NeMo RL 0.6
+(performance summary in its documentation; averages of five steps, Megatron-Core and vLLM).
 Maximum a posteriori in the logarithm of every efficiency: squared relative errors of the step time
 (10% counts as one) plus squared distances from what published systems reach. There are nearly as
 many constants as rows, so the priors are what keeps the constants physical. Printed beside the fit:
@@ -16,6 +18,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from rich.console import Console
@@ -49,6 +52,11 @@ class Example:
 
     def predicted_s(self, eff: Efficiencies) -> float:
         return predict_step(self.work, eff, self.counts).step_s
+
+
+def published_table() -> Path:
+    """The table that ships with this package."""
+    return Path(str(files("grpo_perf").joinpath("published_step_times.csv")))
 
 
 def examples_from(rows: Sequence[TableRow]) -> list[Example]:
@@ -168,7 +176,7 @@ def stored_fit(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the efficiencies of the cost model.")
-    parser.add_argument("table", type=Path)
+    parser.add_argument("table", type=Path, nargs="?", default=published_table())
     parser.add_argument("--out", type=Path, help="where to write; the package's file with --write")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()

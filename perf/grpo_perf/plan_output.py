@@ -19,7 +19,7 @@ def plan_yaml(plan: Plan) -> str:
     work = plan.work
     policy: dict[str, Value] = {
         "type": "megatron",
-        "parallel": dict(work.parallel.model_dump(exclude_defaults=True)),
+        "parallel": dict(work.parallel.model_dump()),
         "recompute": work.recompute,
         "microbatch_tokens": _microbatch(work),
     }

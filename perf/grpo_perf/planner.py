@@ -198,7 +198,7 @@ def _engines(request: PlanRequest, split: _Split) -> tuple[list[_Engine], list[D
     model, hardware = request.model, request.hardware
     fitting, dropped = [], []
     for tensor in _powers(4 * hardware.devices_per_node):
-        if tensor > split.engine_gpus or model.num_heads % tensor:
+        if split.engine_gpus % tensor or model.num_heads % tensor:
             continue
         width = WEIGHT_BYTES[request.precision]
         weights = engine_weight_bytes(model, tensor, 1, width)

@@ -31,7 +31,9 @@ def plot_sweeps(
     shares = [100 * point.x for point in splits]
     right.plot(shares, [point.result.tokens_per_s for point in splits], "o-", label="tokens/s")
     right.set(
-        xlabel=f"share of {gpus} GPUs that trains, %", ylabel="trained tokens per second", ylim=(0,)
+        xlabel=f"share of {gpus} GPUs that trains, %",
+        ylabel="trained tokens per second",
+        ylim=(0, None),
     )
     idle = right.twinx()
     for label, style, values in (

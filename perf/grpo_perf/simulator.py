@@ -273,6 +273,8 @@ class _Simulation:
     def end_push(self) -> None:
         self.version += 1
         self.step_ends.append(self.now)
+        if len(self.step_ends) == self.config.steps:
+            return
         self.policy_free = True
         self.resume()
         self.admit()

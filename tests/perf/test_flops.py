@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grpo_perf.flops import Flops, forward_flops, training_flops, utilisation
+from grpo_perf.model_shape import Architecture, architecture_from_hf, model_named
 from tiny import tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-from grpo_perf.flops import Flops, forward_flops, training_flops, utilisation
-from grpo_perf.model_shape import Architecture, architecture_from_hf, model_named
 
 HAND = Architecture(
     name="hand",

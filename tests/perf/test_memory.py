@@ -1,13 +1,10 @@
-"""Bytes of a rank's state: against a hand count, against the real rank, and closed under splitting."""
+"""Bytes of state on a rank: by hand, on the real rank, and summed over ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from megatron_ranks import rank_pool
-from tiny import save_tiny
-
 from grpo_perf.activation_memory import (
     activation_bytes,
     engine_weight_bytes,
@@ -16,6 +13,9 @@ from grpo_perf.activation_memory import (
 )
 from grpo_perf.memory import StateBytes, chunk_shards, stage_layers, state_bytes
 from grpo_perf.model_shape import Architecture, model_named, read_architecture
+from megatron_ranks import rank_pool
+from tiny import save_tiny
+
 from megatron_grpo.config import ParallelConfig
 
 HAND = Architecture(
@@ -28,7 +28,7 @@ HAND = Architecture(
     ffn_hidden=128,
     vocab=256,
 )
-# One layer: norms 2 * 64, qkv (64 + 64) * 64, projection 64 * 64, gate and up 256 * 64, down 64 * 128.
+# One layer: norms, qkv 128 x 64, projection 64 x 64, gate and up 256 x 64, down 64 x 128.
 LAYER = 128 + 8192 + 4096 + 16384 + 8192
 MODEL = 2 * 256 * 64 + 2 * LAYER + 64
 
@@ -96,7 +96,9 @@ def test_ranks_of_experts_together_hold_every_expert_once(name: str) -> None:
 
 def test_activations_of_full_recomputation_are_the_layer_inputs_and_one_whole_layer() -> None:
     layout = ParallelConfig()
-    whole = 4 * 64 + (64 + 64 + 64) + 3 * 128  # norms and inputs; q, k, v, output; gate, up, product
+    whole = (
+        4 * 64 + (64 + 64 + 64) + 3 * 128
+    )  # norms and inputs; q, k, v, output; gate, up, product
     for recompute, elements in (("none", 2 * whole), ("full", 2 * 64 + whole)):
         got = activation_bytes(HAND, layout, 100, "bfloat16", recompute)
         assert got == 100 * 2 * elements
