@@ -142,7 +142,7 @@ class TestVllmUnderRay(GeneratorContract):
                 PLACEMENT.engine_bundle(engine),
                 "megatron_grpo.generation.vllm_engine:VllmEngine",
                 (ENGINE, ModelConfig(path=source), sampling),
-                engine_env(ENGINE, 1),
+                engine_env(ENGINE, 1, gpu=False),
             )
             for engine in range(ENGINES)
         ]

@@ -40,6 +40,7 @@ def save_checkpoint(
     """Write `folder`, whole or not at all. Collective; raises CheckpointError on every rank."""
     first = dist.get_rank() == 0
     agree(attempt(lambda: begin_folder(folder)) if first else None)
+    _fill_optimizer_state(updater)
     state = _state(chunks, updater, loading=False)
     problem = None
     try:
@@ -111,7 +112,9 @@ def _state(
 
 
 def _fill_optimizer_state(updater: Updater) -> None:
-    """Megatron's template for loading wants moments and step counts that torch makes lazily."""
+    """Moments and step counts, which torch makes lazily and Megatron's checkpoints take for granted,
+    also before the first step.
+    """
     for part in updater.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
