@@ -299,12 +299,14 @@ def _update(work: Workload, counts: ModelCounts, eff: Efficiencies) -> Phase:
 
 
 def push_terms(work: Workload, counts: ModelCounts, eff: Efficiencies) -> dict[str, float]:
-    """Every engine takes in every weight once, over the slowest link on the way; tensor by tensor.
+    """What one engine worker takes in, over the slowest link on the way, and the calls for it.
 
-    Gathering to a whole tensor before it is sent is what published systems do, and what this
-    counts; a shard-to-shard plan sends an engine worker only 1 / (tensor * pipeline) of the bytes.
+    By default every worker is sent every weight whole, tensor by tensor, as in the published
+    systems; a shard-to-shard exchange sends it 1 / (tensor * pipeline) of the bytes.
     """
     num_bytes = (counts.dense + counts.routed) * WEIGHT_BYTES[work.precision]
+    if work.sharded_push:
+        num_bytes /= work.engine_tensor * work.engine_pipeline
     rate = work.hardware.bytes_per_s_among(work.gpus) * eff.network
     calls = counts.tensors * PUSH_LAUNCHES_PER_TENSOR * KERNEL_LAUNCH_S
     return {"bytes": num_bytes / rate, "issue": calls / eff.push_issue}

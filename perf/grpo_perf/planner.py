@@ -32,7 +32,7 @@ from megatron_grpo.errors import ConfigError
 
 Objective = Literal["throughput", "latency"]
 # Shares of the GPUs that train, where policy and engines have GPUs of their own.
-POLICY_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
+POLICY_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MAX_PIPELINE = 16
 PLANS_PER_SPLIT = 3

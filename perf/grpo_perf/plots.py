@@ -23,10 +23,15 @@ def plot_sweeps(
     if sizes:
         perfect = [ys[0] * x / xs[0] for x in xs]
         left.plot(xs, perfect, ":", color="grey", label="perfect scaling")
-    left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="trained tokens per second")
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="GPUs, the same rollouts a step",
+        ylabel="trained tokens per second",
+    )
     left.set_xticks(xs, [f"{x:.0f}" for x in xs], rotation=45)
     left.minorticks_off()
-    left.legend()
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     left.grid(alpha=0.3)
     shares = [100 * point.x for point in splits]
     right.plot(shares, [point.result.tokens_per_s for point in splits], "o-", label="tokens/s")
@@ -37,13 +42,13 @@ def plot_sweeps(
     )
     idle = right.twinx()
     for label, style, values in (
-        ("policy idle", "s--", [point.result.policy_idle for point in splits]),
-        ("engines idle", "^--", [point.result.engine_idle for point in splits]),
+        ("policy idle", "C1s--", [point.result.policy_idle for point in splits]),
+        ("engines idle", "C2^--", [point.result.engine_idle for point in splits]),
     ):
-        idle.plot(shares, [100 * v for v in values], style, label=label, alpha=0.6)
+        idle.plot(shares, [100 * v for v in values], style, label=label)
     idle.set(ylabel="idle, %", ylim=(0, 100))
     lines = [*right.get_lines(), *idle.get_lines()]
     labels = ["tokens/s", "policy idle", "engines idle"]
-    right.legend(lines, labels, loc="best")
+    right.legend(lines, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     right.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

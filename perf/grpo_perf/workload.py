@@ -27,6 +27,7 @@ class Workload:
         microbatch_tokens: packed tokens of one micro-batch.
         score_passes: forward passes over the rollouts before training (old, reference policy).
         max_concurrent: most sequences an engine decodes at once; None is no limit.
+        sharded_push: engine workers are sent only their part of each weight.
     """
 
     model: Architecture
@@ -47,6 +48,7 @@ class Workload:
     recompute: Recompute = "full"
     score_passes: int = 2
     max_concurrent: int | None = None
+    sharded_push: bool = False
 
     @property
     def policy_gpus(self) -> int:

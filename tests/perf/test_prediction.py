@@ -134,6 +134,8 @@ def test_a_push_takes_every_weight_in_once_and_calls_for_every_tensor() -> None:
     # Per layer: two norms, q, k, v, output, gate, up, down; embedding, head, last norm.
     assert COUNTS.tensors == 32 * 9 + 3
     assert terms["issue"] == pytest.approx(291 * 20 * 5e-6)
+    split = work(engine_tensor=4, engines=2, sharded_push=True)
+    assert push_terms(split, COUNTS, IDEAL)["bytes"] == pytest.approx(terms["bytes"] / 4)
 
 
 def test_overlapped_sides_take_as_long_as_the_slower_and_it_is_the_bottleneck() -> None:

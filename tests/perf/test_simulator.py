@@ -201,8 +201,8 @@ def test_the_plot_shows_every_point_of_both_sweeps(tmp_path: Path) -> None:
     sizes = sweep_gpus(request, conditions, stored_efficiencies(), most=32)
     splits = sweep_split(replace(request, gpus=16), conditions, stored_efficiencies())
     assert [point.x for point in sizes] == [8, 16, 32]
-    assert [point.x for point in splits] == [0.25, 0.375, 0.5, 0.625, 0.75]
-    assert [point.plan.work.policy_gpus for point in splits] == [4, 6, 8, 10, 12]
+    assert [point.x for point in splits] == [0.125, 0.25, 0.375, 0.5, 0.625, 0.75]
+    assert [point.plan.work.policy_gpus for point in splits] == [2, 4, 6, 8, 10, 12]
     path = tmp_path / "plot.png"
     plot_sweeps(sizes, splits, 16, "SmolLM2-135M on H100", path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
