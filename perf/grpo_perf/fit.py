@@ -38,7 +38,7 @@ from megatron_grpo.errors import ConfigError
 
 ERROR_UNIT = 0.10
 _SWEEPS = 200
-_FIRST_STEP, _LAST_STEP = 0.25, 1e-3
+_FIRST_STEP, _LAST_STEP = 0.25, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
