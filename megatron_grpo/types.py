@@ -68,7 +68,8 @@ class GenerationRequest:
         prompt_ids: [P] token ids the engine continues.
         seed: of this completion alone; the result does not depend on what else is in the batch.
         max_new_tokens: budget in tokens, >= 1.
-        greedy: take the most likely token instead of sampling (evaluation).
+        greedy: take the most likely token instead of sampling. For evaluation only: the
+            log-probabilities of such a completion are at no particular temperature.
     """
 
     request_id: str

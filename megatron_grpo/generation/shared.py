@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from megatron_grpo.errors import RolloutError
+from megatron_grpo.errors import GrpoError, RolloutError
 from megatron_grpo.protocols import Generator, PullReport
 from megatron_grpo.types import Completion, GenerationRequest
 
@@ -49,7 +49,12 @@ class SharedGenerator:
                         remedy="give every request its own id",
                     )
             self._in_flight[name].update(request.request_id for request in requests)
-        self._generator.submit(requests)
+        try:
+            self._generator.submit(requests)
+        except GrpoError:
+            with self._lock:
+                self._in_flight[name].difference_update(r.request_id for r in requests)
+            raise
 
     def collect(self, name: str, deadline_s: float) -> list[Completion]:
         end = time.monotonic() + deadline_s

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import ray
 
 from megatron_grpo.config import ClusterConfig, WeightsConfig
-from megatron_grpo.errors import RolloutError
+from megatron_grpo.errors import GrpoError, RolloutError
 from megatron_grpo.protocols import PullReport
 from megatron_grpo.runtime.ray_cluster import Member, call_all, call_async, take
 from megatron_grpo.types import Completion, GenerationRequest
@@ -71,30 +71,52 @@ class RayGenerator:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with self._lock:
-            load = [0] * len(self._members)
-            for engine in self._home.values():
-                load[engine] += 1
-            batches: dict[int, list[GenerationRequest]] = {}
-            chosen: dict[bytes, int] = {}
-            for request in requests:
-                if request.request_id in self._home:
-                    raise RolloutError(
-                        f"request {request.request_id}",
-                        "is already in flight",
-                        remedy="give every request its own id",
-                    )
-                prompt = request.prompt_ids.tobytes()
-                engine = chosen.setdefault(prompt, load.index(min(load)))
-                load[engine] += 1
-                batches.setdefault(engine, []).append(request)
-                self._home[request.request_id] = engine
-                self._submitted_at[request.request_id] = time.monotonic()
+            batches = self._assign(requests)
             refs = [
                 (call_async(self._members[engine], "submit", batch), engine)
                 for engine, batch in batches.items()
             ]
+        problems: list[GrpoError] = []
         for ref, engine in refs:
-            take(ref, self._members[engine].name, "submit", self._deadline_s)
+            try:
+                take(ref, self._members[engine].name, "submit", self._deadline_s)
+            except GrpoError as error:  # an engine takes all of its batch or nothing
+                problems.append(error)
+        if problems:
+            self.abort([request.request_id for request in requests])
+            with self._lock:
+                self._forget(request.request_id for request in requests)
+            raise problems[0]
+
+    def _assign(self, requests: Sequence[GenerationRequest]) -> dict[int, list[GenerationRequest]]:
+        """Requests per engine, noted as in flight; nothing is noted if one of them is refused."""
+        taken = set(self._home)
+        for request in requests:
+            if request.request_id in taken:
+                raise RolloutError(
+                    f"request {request.request_id}",
+                    "is already in flight",
+                    remedy="give every request its own id",
+                )
+            taken.add(request.request_id)
+        load = [0] * len(self._members)
+        for engine in self._home.values():
+            load[engine] += 1
+        batches: dict[int, list[GenerationRequest]] = {}
+        chosen: dict[bytes, int] = {}
+        now = time.monotonic()
+        for request in requests:
+            engine = chosen.setdefault(request.prompt_ids.tobytes(), load.index(min(load)))
+            load[engine] += 1
+            batches.setdefault(engine, []).append(request)
+            self._home[request.request_id] = engine
+            self._submitted_at[request.request_id] = now
+        return batches
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            del self._home[request_id]
+            del self._submitted_at[request_id]
 
     def collect(self, deadline_s: float) -> list[Completion]:
         end = time.monotonic() + deadline_s
@@ -129,10 +151,10 @@ class RayGenerator:
             list[Completion], take(ref, self._members[engine].name, "collect", self._deadline_s)
         )
         with self._lock:
-            for completion in completions:
-                del self._home[completion.request_id]
-                del self._submitted_at[completion.request_id]
-        return completions
+            # What was submitted beside a refused request is nobody's.
+            wanted = [c for c in completions if c.request_id in self._home]
+            self._forget(completion.request_id for completion in wanted)
+        return wanted
 
     def _late(self, deadline_s: float) -> RolloutError:
         with self._lock:

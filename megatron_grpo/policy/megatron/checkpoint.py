@@ -65,7 +65,6 @@ def load_checkpoint(
         raise CheckpointError(
             str(folder), "is not a training checkpoint", remedy="point at a folder `save` wrote"
         )
-    ReshardableOptimizer.adopt(updater)
     _fill_optimizer_state(updater)
     state = _state(chunks, updater, loading=True)
     try:
@@ -100,6 +99,7 @@ def _state(
     chunks: Sequence[DistributedDataParallel], updater: Updater, *, loading: bool
 ) -> dict[str, Any]:
     metadata = dict(_METADATA)
+    ReshardableOptimizer.adopt(updater)
     state: dict[str, Any] = {
         f"model{index}": _model(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(chunks)
@@ -112,8 +112,8 @@ def _state(
 
 
 def _fill_optimizer_state(updater: Updater) -> None:
-    """Moments and step counts, which torch makes lazily and Megatron's checkpoints take for granted,
-    also before the first step.
+    """Moments and step counts, which torch makes lazily and Megatron's checkpoints take for
+    granted, also before the first step.
     """
     for part in updater.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -135,10 +135,13 @@ def _own_steps(updater: Updater) -> None:
 
 
 class ReshardableOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer, repaired for torch's AdamW.
+    """Megatron's distributed optimizer with two repairs of its reshardable checkpoints.
 
-    Loading a reshardable checkpoint asks the file for every key of the state, `step` included,
-    which is stored once for all parameters and already in place by then.
+    Saving joins the buckets of a buffer without the padding between them, then looks parameters
+    up by their places with padding: all buckets after a padded one would be stored shifted (the
+    tied embedding of a pipeline has a bucket of its own).
+    Loading asks the file for every key of torch's AdamW state, `step` included, which is stored
+    once for all parameters and already in place by then.
     """
 
     @classmethod
@@ -146,6 +149,16 @@ class ReshardableOptimizer(DistributedOptimizer):
         for part in updater.optimizer.chained_optimizers:
             if type(part) is DistributedOptimizer:
                 part.__class__ = cls
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
+        state = cast(Any, super().get_parameter_state_dp_zero(*args, **kwargs))
+        if state is None:
+            return None
+        for index, buffer in enumerate(self.buffers):
+            for tensors in state[index].values():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[key] = _with_padding(tensors[key], buffer)
+        return state
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
@@ -156,3 +169,14 @@ class ReshardableOptimizer(DistributedOptimizer):
         if "step" in state:
             tensors = {**tensors, "step": state["step"]}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
+
+
+def _with_padding(joined: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """Buckets joined without padding -> the same numbers where the buffer has them."""
+    whole = joined.new_zeros(buffer.numel)
+    start = 0
+    for bucket in buffer.buckets:
+        stop = start + bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = joined[start:stop]
+        start = stop
+    return whole

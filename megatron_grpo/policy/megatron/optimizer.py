@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_grpo.config import MegatronPolicyConfig
-from megatron_grpo.errors import GrpoError
+from megatron_grpo.errors import PolicyError
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.policy.schedules import learning_rate_at
 
@@ -115,7 +115,7 @@ class Updater:
         Returns the global gradient norm before clipping and the learning rate that was used.
 
         Raises:
-            GrpoError: the norm is not finite, on every rank; weights and state are untouched.
+            PolicyError: the norm is not finite, on every rank; weights and state are untouched.
         """
         rate = self.learning_rate
         for group in self.optimizer.param_groups:
@@ -126,7 +126,7 @@ class Updater:
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             self.zero_grad()
-            raise GrpoError(
+            raise PolicyError(
                 f"optimizer step {self.steps}",
                 "the gradient norm is not finite; the step was not taken",
                 found=norm,
