@@ -12,7 +12,7 @@ were cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,6 +176,20 @@ def split_sequences(microbatch: MicroBatch, values_T: Tensor) -> list[tuple[int,
         )
         if index >= 0
     ]
+
+
+def join_sequences(microbatch: MicroBatch, values: Sequence[Tensor]) -> Tensor:
+    """The inverse of `split_sequences`: results of all the batch's sequences, in its order, to the
+    float32 [T] of one micro-batch; 0 on padding, filler and last tokens.
+    """
+    joined_T = torch.zeros(microbatch.num_tokens)
+    starts = microbatch.cu_seqlens.tolist()
+    for start, length, index in zip(
+        starts, microbatch.sequence_tokens, microbatch.sequence_ids, strict=False
+    ):
+        if index >= 0:
+            joined_T[start : start + length - 1] = values[index]
+    return joined_T
 
 
 def in_batch_order(parts: Iterable[tuple[int, Tensor]], num_sequences: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -18,14 +19,23 @@ from megatron_grpo.config import RunConfig, dump_config
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
+from megatron_grpo.train.data_summary import (
+    DataSummary,
+    print_data_summary,
+    summarize_data,
+    write_data_summary,
+)
 from megatron_grpo.train.evaluate import Evaluation, Evaluator
 from megatron_grpo.train.loop import Run, train
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
 from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
 
+if TYPE_CHECKING:
+    from megatron_grpo.runtime.ray_cluster import Member, RayCluster
 
-def run_training(config: RunConfig, console: Console | None = None) -> Summary:
+
+def run_training(config: RunConfig, console: Console | None = None) -> Summary | DataSummary:
     """Train as configured; leave config.yaml, metrics, rollouts, the trained model and summary.json
     in the run folder.
 
@@ -33,10 +43,15 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
         GrpoError: one line saying what failed, where, and what to do.
     """
     console = console or Console()
-    started = time.perf_counter()
     check_model_folder(config.model.folder)
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
+    return (run_sampled if config.generator is not None else run_on_data)(config, console)
+
+
+def run_sampled(config: RunConfig, console: Console) -> Summary:
+    """Learn from what the policy samples (grpo)."""
+    started = time.perf_counter()
     with ExitStack() as stack:
         from megatron_grpo.environments.chat import ChatTokenizer
 
@@ -49,7 +64,9 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
         )
         backends = reference_backends if config.policy.type == "reference" else cluster_backends
         policy, generator = stack.enter_context(backends(config))
-        run = build_run(config, folder, tokenizer, environment, policy, generator, console, stack)
+        run, evaluator = build_run(
+            config, folder, tokenizer, environment, policy, generator, console, stack
+        )
         setup_s = time.perf_counter() - started
         records = train(run)
         with run.phases("export"):
@@ -61,13 +78,50 @@ def run_training(config: RunConfig, console: Console | None = None) -> Summary:
             policy.layout,
             (dtypes[0], dtypes[1]),
             records,
-            run.evaluator.results,
+            evaluator.results,
             setup_s,
             time.perf_counter() - started,
             run.phases.take(),
         )
     write_summary(summary, folder / "summary.json")
     print_summary(summary, console, folder)
+    return summary
+
+
+def run_on_data(config: RunConfig, console: Console) -> DataSummary:
+    """Learn from rows of a file (sft, dpo): the same loop, without a generator."""
+    from megatron_grpo.environments.chat import ChatTokenizer
+    from megatron_grpo.environments.dialogues import load_data
+    from megatron_grpo.train.data_run import build_data_run
+
+    started = time.perf_counter()
+    if config.task.type == "reasoning_gym":
+        raise ConfigError("task.type", "holds no rows to train on")
+    data = load_data(config.task, ChatTokenizer(config.model.folder))
+    with ExitStack() as stack:
+        folder = prepare_folder(config, console)
+        console.print(
+            f"[bold]{config.name}[/bold]: starting {config.policy.type}; {len(data.train)} rows, "
+            f"{len(data.heldout)} held out, {data.too_long} too long"
+        )
+        policy = stack.enter_context(policy_alone(config))
+        scorer = build_scorer(config, policy)
+        run, evaluator = build_data_run(config, folder, data, policy, scorer, console, stack)
+        records = train(run)
+        with run.phases("export"):
+            policy.export(folder / "model")
+        summary = summarize_data(
+            config,
+            policy.layout,
+            resolve_dtype(config.policy.dtype, gpu=config.cluster.gpus_per_rank > 0),
+            (len(data.train), data.too_long),
+            records,
+            evaluator.results,
+            time.perf_counter() - started,
+            run.phases.take(),
+        )
+    write_data_summary(summary, folder / "summary.json")
+    print_data_summary(summary, console, folder)
     return summary
 
 
@@ -80,7 +134,7 @@ def build_run(
     generator: Generator,
     console: Console,
     stack: ExitStack,
-) -> Run:
+) -> tuple[Run, Evaluator]:
     from megatron_grpo.generation.shared import SharedGenerator
     from megatron_grpo.rollouts.sources import LiveSource
     from megatron_grpo.rollouts.zarr_store import ZarrStore
@@ -109,7 +163,7 @@ def build_run(
         deadline_s=config.cluster.step_deadline_s,
     )
     stack.callback(source.close)
-    return Run(
+    run = Run(
         config,
         source,
         build_grpo(config),
@@ -122,6 +176,7 @@ def build_run(
         progress,
         build_scorer(config, policy),
     )
+    return run, evaluator
 
 
 def build_scorer(config: RunConfig, policy: PolicyBackend) -> ReferenceScorer | None:
@@ -219,6 +274,57 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
 
 
 @contextmanager
+def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
+    """A policy whose weights nobody pulls."""
+    from megatron_grpo.policy.reference import ReferencePolicy
+    from megatron_grpo.weights.in_process import InProcessChannel
+
+    if config.policy.type == "reference":
+        channel = InProcessChannel((), deadline_s=config.weights.deadline_s, num_receivers=0)
+        policy = ReferencePolicy(
+            config.model.folder, config.policy, channel.sender, frozen=config.reference_folder
+        )
+        try:
+            yield policy
+        finally:
+            policy.close()
+        return
+    from megatron_grpo.runtime.placement import plan_placement
+    from megatron_grpo.runtime.policy_proxy import RayPolicy
+    from megatron_grpo.runtime.ray_cluster import RayCluster
+
+    world = config.policy.parallel.world_size
+    placement = plan_placement(world, 0, 1, config.cluster.gpus_per_rank)
+    with RayCluster(config.cluster, placement) as cluster:
+        ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
+        yield ranks
+        ranks.close()
+
+
+def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
+    """The actors of the Megatron policy."""
+    if config.policy.type != "megatron":
+        raise ConfigError("policy.type", "has no ranks")
+    world = config.policy.parallel.world_size
+    rank_env = {
+        "OMP_NUM_THREADS": str(config.policy.threads_per_rank),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    start_s = config.cluster.start_deadline_s
+    return [
+        cluster.start(
+            f"policy rank {r}",
+            r,
+            "megatron_grpo.policy.megatron.backend:MegatronRank",
+            (config.policy, config.model, config.seed, r, world, start_s),
+            rank_env,
+        )
+        for r in range(world)
+    ]
+
+
+@contextmanager
 def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generator]]:
     """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
     from concurrent.futures import ThreadPoolExecutor
@@ -236,12 +342,6 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     gpu = config.cluster.gpus_per_rank > 0
     placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
-    rank_env = {
-        "OMP_NUM_THREADS": str(config.policy.threads_per_rank),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
-    start_s = config.cluster.start_deadline_s
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
             cluster.start(
@@ -253,17 +353,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
             )
             for e in range(engines.engines)
         ]
-        rank_members = [
-            cluster.start(
-                f"policy rank {r}",
-                r,
-                "megatron_grpo.policy.megatron.backend:MegatronRank",
-                (config.policy, config.model, config.seed, r, world, start_s),
-                rank_env,
-            )
-            for r in range(world)
-        ]
-        policy = RayPolicy(rank_members, config.cluster)
+        policy = RayPolicy(start_ranks(config, cluster), config.cluster)
         generator = RayGenerator(engine_members, engines.tensor, config.cluster)
         dtype = resolve_dtype(engines.dtype, gpu=gpu)
         backend = config.weights.backend

@@ -68,9 +68,7 @@ class Evaluator:
         self.results: list[Evaluation] = []
 
     def is_due(self, version: int) -> bool:
-        if version in (0, self._last_version):
-            return True
-        return self._config.every is not None and version % self._config.every == 0
+        return is_due(version, self._last_version, self._config.every)
 
     def evaluate_if_due(self, version: int) -> None:
         if self.is_due(version):
@@ -132,6 +130,13 @@ class Evaluator:
             for prompt in prompts
             for sample in range(self._config.samples)
         ]
+
+
+def is_due(version: int, last_version: int, every: int | None) -> bool:
+    """Before the first step, after the last, and every n steps in between."""
+    if version in (0, last_version):
+        return True
+    return every is not None and version % every == 0
 
 
 def evaluation_seed(run_seed: int, prompt_id: str, sample: int) -> int:

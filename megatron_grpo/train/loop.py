@@ -25,6 +25,7 @@ from megatron_grpo.protocols import (
     UpdateStats,
 )
 from megatron_grpo.train.evaluate import Evaluator
+from megatron_grpo.train.heldout import HeldoutEvaluator
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
 from megatron_grpo.train.records import StepRecord, step_record
 from megatron_grpo.train.reference_scores import ReferenceScorer
@@ -38,8 +39,8 @@ class Run:
     source: GroupSource
     algorithm: Algorithm
     policy: PolicyBackend
-    generator: Generator
-    evaluator: Evaluator
+    generator: Generator | None
+    evaluator: Evaluator | HeldoutEvaluator
     store: RolloutStore
     metrics: MetricsLog
     phases: Phases
@@ -90,8 +91,9 @@ def publish(run: Run, version: int) -> None:
     """Bring the policy's weights into the generator, evaluate if it is time, then let the source go
     on.
     """
-    with run.phases("push_weights"):
-        push_weights(run.policy, run.generator, version, run.config.weights.deadline_s)
+    if run.generator is not None:  # training on data needs none
+        with run.phases("push_weights"):
+            push_weights(run.policy, run.generator, version, run.config.weights.deadline_s)
     with run.phases("evaluate"):
         run.evaluator.evaluate_if_due(version)
     run.source.published(version)

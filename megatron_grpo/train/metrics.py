@@ -100,6 +100,9 @@ class Phases:
 # What a person watches: heading, metric, format. A metric the run does not have is left out.
 _WATCHED = (
     ("reward", "reward_mean", "{:.3f}"),
+    ("loss", "nll", "{:.3f}"),
+    ("loss", "preference_loss", "{:.3f}"),
+    ("accuracy", "preference_accuracy", "{:.2f}"),
     ("kl", "kl_behavior_k3", "{:.1e}"),
     ("entropy", "entropy", "{:.2f}"),
     ("length", "response_tokens_mean", "{:.1f}"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from megatron_grpo.config import GrpoConfig
+from megatron_grpo.config import GrpoConfig, dump_config, load_config
 from megatron_grpo.config.algorithm import PRESETS
+from megatron_grpo.errors import ConfigError
 
 
 def test_a_preset_sets_its_paper_and_the_config_overrules_it():
@@ -62,3 +65,47 @@ def test_d5_combinations_without_a_meaning_are_refused(values, message):
 )
 def test_combinations_with_a_meaning_are_allowed(values):
     assert GrpoConfig.model_validate(values).model_dump(include=set(values)) == values
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SFT = CONFIGS / "sft_smollm2_chats_cpu.yaml"
+DPO = CONFIGS / "dpo_smollm2_preferences_cpu.yaml"
+
+
+@pytest.mark.parametrize("path", [SFT, DPO])
+def test_the_configs_that_train_on_data_load_and_reload(path, tmp_path):
+    config = load_config(path)
+    assert config.generator is None
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("path", "override", "message"),
+    [
+        (SFT, "generator={type: reference}", "generator: .*generates nothing"),
+        (SFT, "sampling.temperature=0.7", r"sampling\.temperature: means nothing"),
+        (DPO, "rollouts.group_size=2", r"rollouts\.group_size: means nothing"),
+        (DPO, "evaluation.samples=2", r"evaluation\.samples: means nothing"),
+        (DPO, "policy.microbatch_tokens=300", r"2 of task\.max_row_tokens must fit"),
+        (SFT, "task={type: reasoning_gym, name: chain_sum}", "algorithm sft trains on chats"),
+        (SFT, "algorithm.beta=0.1", r"algorithm\.beta: unknown key"),
+        (SFT, "algorithm={type: spin}", "algorithm"),
+    ],
+)
+def test_o1_what_means_nothing_to_training_on_data_is_refused(path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, [override])
+
+
+def test_sampling_needs_a_generator():
+    with pytest.raises(ConfigError, match="generator: is required"):
+        load_config(CONFIGS / "quickstart.yaml", ["generator=null"])
+
+
+def test_the_frozen_model_is_the_starting_one_unless_named():
+    assert load_config(SFT).reference_folder is None
+    started = load_config(DPO)
+    assert started.reference_folder == started.model.folder
+    named = load_config(DPO, ["algorithm.reference_path=/models/x"])
+    assert named.reference_folder == Path("/models/x")

@@ -1,0 +1,155 @@
+"""Dialogues as tokens: what is trained is what the assistant would have had to sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy import ASSISTANT, BOS, EOS, PLAIN_TEMPLATE, USER, ids_of, save_toy_tokenizer
+
+from megatron_grpo.config import ChatTask, PreferenceTask
+from megatron_grpo.environments.chat import ChatTokenizer, Message
+from megatron_grpo.environments.dialogues import load_data
+from megatron_grpo.errors import ConfigError, RolloutError
+
+# A newline follows the token that ends a turn, as in many templates.
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>{{ m['content'] }}</s>\n"
+    "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NEWLINE = 5
+DIALOGUE = [
+    Message("user", "2+3?"),
+    Message("assistant", "5"),
+    Message("user", "+1?"),
+    Message("assistant", "6"),
+]
+
+
+def toy(folder: Path, template: str | None = TEMPLATE, **settings) -> ChatTokenizer:
+    return ChatTokenizer(save_toy_tokenizer(folder, template=template, **settings))
+
+
+def test_d4_only_the_assistants_words_and_ends_of_turn_are_trained(tmp_path):
+    ids, mask = toy(tmp_path).encode_dialogue(DIALOGUE)
+    first = [USER, *ids_of("2+3?"), ASSISTANT]
+    second = [NEWLINE, USER, *ids_of("+1?"), ASSISTANT]
+    expected = [(i, False) for i in first] + [(*ids_of("5"), True), (EOS, True)]
+    expected += [(i, False) for i in second] + [(*ids_of("6"), True), (EOS, True), (NEWLINE, False)]
+    assert list(zip(ids.tolist(), mask.tolist(), strict=True)) == expected
+    assert (ids.dtype, mask.dtype) == (np.int32, np.bool_)
+
+
+def test_n2_a_turn_is_encoded_behind_the_prompt_that_asks_for_it(tmp_path):
+    tokenizer = toy(tmp_path, adds_bos=True)
+    ids, mask = tokenizer.encode_dialogue(DIALOGUE[:2])
+    prompt = tokenizer.encode_prompt(DIALOGUE[:1])
+    assert (
+        ids[: mask.argmax()].tolist() == prompt.tolist() == [BOS, USER, *ids_of("2+3?"), ASSISTANT]
+    )
+
+
+def test_of_a_preference_only_the_last_turn_is_trained(tmp_path):
+    ids, mask = toy(tmp_path).encode_dialogue(DIALOGUE, last_only=True)
+    assert ids[mask].tolist() == [*ids_of("6"), EOS]
+
+
+def test_a_base_model_learns_to_stop_although_no_template_says_so(tmp_path):
+    ids, mask = toy(tmp_path, template=None).encode_dialogue(DIALOGUE[:2])
+    assert ids.tolist() == [*ids_of("2+3?\n5"), EOS]
+    assert ids[mask].tolist() == [*ids_of("\n5"), EOS]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    # The assistant's turn is shown as the user's once it is history.
+    tokenizer = toy(tmp_path, template=PLAIN_TEMPLATE)
+    with pytest.raises(RolloutError, match=r"writes earlier turns differently .*turn 1"):
+        tokenizer.encode_dialogue(DIALOGUE)
+
+
+@pytest.mark.parametrize("messages", [[], DIALOGUE[:1], DIALOGUE[1:2]])
+def test_a_dialogue_without_a_question_and_an_answer_is_refused(tmp_path, messages):
+    with pytest.raises(RolloutError, match="needs an assistant turn"):
+        toy(tmp_path).encode_dialogue(messages)
+
+
+def chat_file(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def chat(question: str, answer: str) -> str:
+    turns = [("user", question), ("assistant", answer)]
+    return json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]})
+
+
+def test_rows_are_split_and_long_ones_counted(tmp_path):
+    lines = [chat(f"{i}?", str(i)) for i in range(6)] + ["", chat("?" * 50, "no")]
+    path = chat_file(tmp_path / "c.jsonl", *lines)
+    data = load_data(ChatTask(path=path, heldout_rows=2, max_row_tokens=12), toy(tmp_path / "m"))
+    assert (len(data.train), len(data.heldout), data.too_long) == (4, 2, 1)
+    names = sorted(group.group_id for group in (*data.train, *data.heldout))
+    assert names == [f"c.jsonl:{i}" for i in range(1, 7)]
+    [rollout] = data.train[0].rollouts
+    assert rollout.prompt_tokens == 4 and rollout.num_trained_tokens == 2
+    # Nobody sampled these tokens: no behaviour log-probability is made up.
+    assert np.isnan(rollout.behavior_logprobs[rollout.loss_mask]).all()
+
+
+def test_g3_the_fingerprint_follows_rows_and_split(tmp_path):
+    tokenizer = toy(tmp_path / "m")
+    rows = [chat(f"{i}?", str(i)) for i in range(6)]
+    path = chat_file(tmp_path / "c.jsonl", *rows)
+    changed = chat_file(tmp_path / "d.jsonl", *rows[:-1], chat("5?", "6"))
+    tasks = [
+        ChatTask(path=path, heldout_rows=2),
+        ChatTask(path=path, heldout_rows=2),
+        ChatTask(path=path, heldout_rows=2, seed=1),
+        ChatTask(path=changed, heldout_rows=2),
+    ]
+    prints = [load_data(task, tokenizer).fingerprint for task in tasks]
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"c\.jsonl:2: is not JSON"),
+        ("[]", r"c\.jsonl:2: must be a JSON object"),
+        ('{"message": []}', r"c\.jsonl:2: message: unknown key; did you mean messages\?"),
+        ('{"messages": [{"role": "bot", "content": ""}]}', r"c\.jsonl:2: messages\.0\.role"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, line, message):
+    path = chat_file(tmp_path / "c.jsonl", chat("1", "2"), line)
+    with pytest.raises(ConfigError, match=message):
+        load_data(ChatTask(path=path, heldout_rows=1), toy(tmp_path / "m"))
+
+
+def test_a_missing_file_and_too_few_rows_are_refused(tmp_path):
+    tokenizer = toy(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"task\.path: cannot be read"):
+        load_data(ChatTask(path=str(tmp_path / "none.jsonl")), tokenizer)
+    with pytest.raises(ConfigError, match=r"cannot be read.*shipped:nothing"):
+        load_data(ChatTask(path="shipped:nothing"), tokenizer)
+    path = chat_file(tmp_path / "c.jsonl", chat("1", "2"))
+    with pytest.raises(ConfigError, match="leaves nothing to train on"):
+        load_data(ChatTask(path=path, heldout_rows=1), tokenizer)
+
+
+def test_the_shipped_sets_load_and_their_better_answers_come_first(tmp_path):
+    tokenizer = toy(tmp_path)
+    chats = load_data(ChatTask(path="shipped:chats"), tokenizer)
+    assert (len(chats.train), len(chats.heldout)) == (64, 16)
+    pairs = load_data(PreferenceTask(path="shipped:preferences"), tokenizer)
+    assert (len(pairs.train), len(pairs.heldout)) == (64, 16)
+    for group in pairs.train:
+        assert group.rewards.tolist() == [1.0, 0.0]
+        one, two = group.rollouts
+        assert (
+            one.token_ids[: one.prompt_tokens].tolist()
+            == two.token_ids[: two.prompt_tokens].tolist()
+        )
