@@ -80,6 +80,8 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 def parse_row(row: Mapping[str, str | None], source: str) -> TableRow:
     """Empty cells take their default; columns that mean nothing here are left alone."""
     known = {name: text for name, text in row.items() if name in TableRow.model_fields and text}
+    if "precision" in known:
+        known["precision"] = known["precision"].lower()
     return validate(TableRow, known, f"{source}, row {row.get('id')}")
 
 

@@ -212,7 +212,7 @@ def test_a_prediction_does_not_look_at_the_measured_time() -> None:
 def test_a_table_comes_back_in_its_columns_with_both_predictions(tmp_path: Path) -> None:
     columns = list(csv.DictReader(published_table().open()).fieldnames or [])
     row = {
-        "id": "x", "hardware": "GB200", "precision": "fp8", "algorithm": "grpo",
+        "id": "x", "hardware": "GB200", "precision": "FP8", "algorithm": "grpo",
         "model": "Qwen3-30B-A3B", "policy_lag_steps": "1", "max_sequence_tokens": "4096",
         "mean_sequence_tokens": "3000", "gpus": "16", "generation_batch_sequences": "1024",
         "train_batch_sequences": "512", "generation_tp": "1", "generation_pp": "1",
