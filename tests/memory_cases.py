@@ -1,13 +1,17 @@
-"""What a started Megatron rank allocates for its state, measured; run by `megatron_ranks`."""
+"""What a started Megatron rank allocates for its state and computes, measured; run by
+`megatron_ranks`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from megatron_cases import Case, running
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def state_case(rank: int, world: int, case: Case, folder: Path) -> dict[str, int]:
@@ -40,3 +44,31 @@ def _optimizer_bytes(optimizer: object, case: Case) -> int:
             total += sum(m.nbytes for m in masters if isinstance(m, Tensor))
             assert all(m.dtype == torch.float32 for m in masters)
     return total
+
+
+def flops_case(rank: int, world: int, cases: list[Case], folder: Path) -> list[tuple[int, int]]:
+    """Operations that torch counts while each packed batch is scored: (all products, attention)."""
+    with running(rank, world, cases[0], folder) as policy:
+        counts = []
+        for case in cases:
+            mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+            with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+                policy.logprobs(mine, case.temperature)
+            by_operator = counter.get_flop_counts()["Global"]
+            attention = sum(by_operator.get(operator, 0) for operator in _CPU_ATTENTION)
+            counts.append((counter.get_total_flops() - attention, attention))
+        return counts
+
+
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_, **__
+) -> int:
+    """As torch counts its GPU kernels; [batch, heads, tokens, width], grouped heads repeated."""
+    batch, heads, queries, width = query
+    return 2 * batch * heads * queries * key[-2] * (width + value[-1])
+
+
+# torch's counter knows fused attention on a GPU only.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+}

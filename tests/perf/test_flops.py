@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from grpo_perf.flops import Flops, forward_flops, training_flops, utilisation
-from grpo_perf.model_shape import Architecture, architecture_from_hf, model_named
-from tiny import tiny_model
+from grpo_perf.model_shape import Architecture, architecture_from_hf, model_named, read_architecture
+from megatron_ranks import rank_pool
+from tiny import save_tiny, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -94,6 +97,30 @@ def test_torch_counts_the_same_on_a_model_of_experts() -> None:
     active = sum(p.numel() for n, p in model.named_parameters() if "experts" in n) * 2 // 8
     others = sum(p.numel() for n, p in model.named_parameters() if "experts" not in n)
     assert shape.num_active_parameters == active + others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_torch_counts_the_same_on_the_real_rank_packed_with_unequal_lengths(
+    kv_heads: int, tmp_path: Path
+) -> None:
+    from megatron_cases import Case, random_sequences
+    from memory_cases import flops_case
+
+    folder = save_tiny(tmp_path / "model", num_key_value_heads=kv_heads)
+    model = read_architecture(folder)
+    batches = [[(4, 6), (3, 12), (9, 2), (2, 1)], [(20, 40)]]
+    cases = [
+        Case(folder, {}, random_sequences(lengths), microbatch_tokens=64) for lengths in batches
+    ]
+    (measured,) = rank_pool().run(1, flops_case, cases, tmp_path)
+    for lengths, (products, attention) in zip(batches, measured, strict=True):
+        totals = [prompt + response for prompt, response in lengths]
+        forward = forward_flops(model, totals, "full")
+        assert products == forward.total - forward.attention
+        # On a CPU the rank computes attention on rows as long as the longest of a micro-batch.
+        rows = [max(totals)] * len(totals)
+        assert attention == forward_flops(model, rows, "full").attention >= forward.attention
 
 
 @pytest.mark.parametrize(
