@@ -33,7 +33,7 @@ def identity_of(model: PreTrainedModel | None) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().contiguous().numpy())
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -100,10 +100,14 @@ def make_job(config: RunConfig, model: Path, steps: int, microbatch: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--trl-python", required=True, help="interpreter of an environment with trl")
+    parser.add_argument(
+        "--trl-python", required=True, help="interpreter of an environment with trl"
+    )
     parser.add_argument("--steps", type=int, default=3, help="per process, the first is a warm-up")
     parser.add_argument("--rounds", type=int, default=2, help="how often the two take turns")
-    parser.add_argument("--trl-microbatch", type=int, default=32, help="rollouts per TRL micro-batch")
+    parser.add_argument(
+        "--trl-microbatch", type=int, default=32, help="rollouts per TRL micro-batch"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     config = load_config(CONFIG)
@@ -114,7 +118,9 @@ def main() -> None:
         job = make_job(config, model, options.steps, options.trl_microbatch)
         for turn in range(options.rounds):
             trl += trl_steps(options.trl_python, job)
-            for name, values in our_steps(model, Path(folder) / f"run{turn}", options.steps).items():
+            for name, values in our_steps(
+                model, Path(folder) / f"run{turn}", options.steps
+            ).items():
                 ours.setdefault(name, []).extend(values)
     medians = {name: statistics.median(values) for name, values in ours.items()}
     result = {

@@ -2,7 +2,7 @@
 
     python trl_step.py '{"model": FOLDER, "prompts": [...], "dtype": "float32", ...}'
 
-Prints one JSON line: seconds of every step, from the end of one optimizer step to the end of the next.
+Prints one JSON line: seconds of every step, from one optimizer step to the next.
 """
 
 import json

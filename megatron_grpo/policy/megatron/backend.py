@@ -24,7 +24,7 @@ from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
-from megatron_grpo.errors import ClusterError, ConfigError, WeightExchangeError
+from megatron_grpo.errors import ClusterError, ConfigError, PolicyError, WeightExchangeError
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.checkpoint import (
     load_checkpoint,
@@ -44,6 +44,7 @@ from megatron_grpo.policy.megatron.export import (
     load_weights,
     stored_tensors,
 )
+from megatron_grpo.policy.megatron.frozen import FrozenWeights
 from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine, Totals
@@ -83,6 +84,7 @@ class MegatronRank:
         seed: of the run; weights come from the checkpoint, so it feeds Megatron's generators only.
         rank: of this process, in [0, world_size).
         deadline_s: longest wait for another rank in any one collective.
+        frozen: folder of the model that `reference_logprobs` scores with, or None.
 
     Raises:
         ConfigError: world_size is not what the layout needs.
@@ -96,6 +98,7 @@ class MegatronRank:
         rank: int,
         world_size: int,
         deadline_s: float,
+        frozen: Path | None = None,
     ) -> None:
         if world_size != config.parallel.world_size:
             raise ConfigError(
@@ -110,6 +113,8 @@ class MegatronRank:
         self._rank = rank
         self._world_size = world_size
         self._deadline_s = deadline_s
+        self._frozen_folder = frozen
+        self._frozen: FrozenWeights | None = None
         self._rendezvous_store: TCPStore | None = None
         self._parts: _Parts | None = None
         self._channel: _Channel | None = None
@@ -142,6 +147,8 @@ class MegatronRank:
             chunk.to(device=device, dtype=dtype)
         bound = bind_parameters(chunks, source.spec)
         load_weights(bound, source)
+        if self._frozen_folder is not None:
+            self._frozen = FrozenWeights(bound, HfFolder(self._frozen_folder), source)
         wrapped = wrap_chunks(chunks, self._config)
         engine = Engine(
             chunks,
@@ -276,6 +283,24 @@ class MegatronRank:
         if not mesh.first_of_shards():
             return []
         return [(index, values.float().cpu().numpy()) for index, values in scored]
+
+    def reference_logprobs(
+        self, microbatches: tuple[MicroBatch, ...], temperature: float
+    ) -> list[tuple[int, Float32]]:
+        """The same under the frozen model.
+
+        Raises:
+            PolicyError: this rank was built without one.
+        """
+        if self._frozen is None:
+            raise PolicyError(
+                "reference_logprobs",
+                "this policy was built without a frozen model",
+                remedy="give its folder when the policy is made",
+            )
+        self._sync_parameters()
+        with self._frozen.in_place():
+            return self.logprobs(microbatches, temperature)
 
     # Weights out
 
