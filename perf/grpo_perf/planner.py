@@ -322,20 +322,10 @@ def make_plans(request: PlanRequest, eff: Efficiencies, keep: int = 10) -> PlanR
                 continue
             if not engines:
                 continue
-            best = min(
-                (
-                    Plan(
-                        work := _workload(request, split, layout, engine, again),
-                        predict_step(work, eff, counts),
-                        peak,
-                        engine.used_bytes,
-                        engine.concurrent,
-                    )
-                    for engine in _shortlist(engines, request, split, layout, eff, counts)
-                ),
-                key=lambda plan: _rank(plan, request.objective),
-            )
-            plans.append(best)
+            engine = _fastest(engines, request, split, layout, eff, counts)
+            work = _workload(request, split, layout, engine, again)
+            step = predict_step(work, eff, counts)
+            plans.append(Plan(work, step, peak, engine.used_bytes, engine.concurrent))
     plans.sort(key=lambda plan: _rank(plan, request.objective))
     nearest = sorted(dropped.values(), key=lambda drop: drop.needed_bytes)
     if not plans:
@@ -352,23 +342,21 @@ def make_plans(request: PlanRequest, eff: Efficiencies, keep: int = 10) -> PlanR
     return PlanResult(_varied(plans, keep), nearest, considered)
 
 
-def _shortlist(
+def _fastest(
     engines: list[_Engine],
     request: PlanRequest,
     split: _Split,
     layout: ParallelConfig,
     eff: Efficiencies,
     counts: ModelCounts,
-) -> list[_Engine]:
-    """The fastest engine size alone: generation does not depend on the policy's layout."""
-    if len(engines) == 1:
-        return engines
+) -> _Engine:
+    """The engine size that generates fastest; the policy's layout does not matter to it."""
 
     def seconds(engine: _Engine) -> float:
         work = _workload(request, split, layout, engine, "none")
         return predict_step(work, eff, counts).generation_s
 
-    return [min(engines, key=seconds)]
+    return min(engines, key=seconds)
 
 
 def _rank(plan: Plan, objective: Objective) -> tuple[float, float]:

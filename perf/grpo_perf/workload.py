@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from grpo_perf.flops import Recompute
@@ -111,6 +111,3 @@ class Workload:
     @property
     def optimizer_steps(self) -> float:
         return max(1.0, self.sequences / self.train_sequences)
-
-    def with_parallel(self, parallel: ParallelConfig) -> Workload:
-        return replace(self, parallel=parallel)
