@@ -69,6 +69,7 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
     steps: int = 1
     loss: RatioLoss = RatioLoss()
+    frozen: Path | None = None
 
     @property
     def config(self) -> MegatronPolicyConfig:
@@ -126,7 +127,9 @@ LENGTHS = [(4, 6), (3, 12), (9, 2), (2, 1), (5, 13), (7, 4), (2, 9)]
 @contextmanager
 def running(rank: int, world: int, case: Case, folder: Path) -> Iterator[MegatronRank]:
     """A started MegatronRank. `folder` is where rank 0 leaves its address for the others."""
-    policy = MegatronRank(case.config, ModelConfig(path=case.folder), 1, rank, world, DEADLINE_S)
+    policy = MegatronRank(
+        case.config, ModelConfig(path=case.folder), 1, rank, world, DEADLINE_S, case.frozen
+    )
     address = folder / "rendezvous"
     if rank == 0:
         opened = policy.open_rendezvous()

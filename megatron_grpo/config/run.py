@@ -196,13 +196,17 @@ class RunConfig(Section):
                 found=self.task.type,
                 remedy=f"set it to {wanted}, or change algorithm.type",
             )
-        if self.reference_folder is not None and self.policy.type == "megatron":
+        if (
+            self.reference_folder is not None
+            and self.policy.type == "megatron"
+            and self.policy.overlap_param_gather
+        ):
             raise ConfigError(
-                "policy.type",
-                "the megatron policy cannot score with a frozen reference model yet, which "
-                f"{'DPO' if self.algorithm.type == 'dpo' else 'the KL term'} needs",
-                found=self.policy.type,
-                remedy="use the reference policy, or set algorithm.kl_coefficient to 0",
+                "policy.overlap_param_gather",
+                "would gather the policy's weights over those of the frozen reference model, which "
+                f"{'DPO' if self.algorithm.type == 'dpo' else 'the KL term'} scores with",
+                found=True,
+                remedy="set it to false",
             )
         if isinstance(self.task, ReasoningGymTask):
             self._check_sampled(self.task)

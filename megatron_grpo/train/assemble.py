@@ -317,7 +317,7 @@ def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
             f"policy rank {r}",
             r,
             "megatron_grpo.policy.megatron.backend:MegatronRank",
-            (config.policy, config.model, config.seed, r, world, start_s),
+            (config.policy, config.model, config.seed, r, world, start_s, config.reference_folder),
             rank_env,
         )
         for r in range(world)

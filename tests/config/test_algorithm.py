@@ -109,3 +109,10 @@ def test_the_frozen_model_is_the_starting_one_unless_named():
     assert started.reference_folder == started.model.folder
     named = load_config(DPO, ["algorithm.reference_path=/models/x"])
     assert named.reference_folder == Path("/models/x")
+
+
+def test_a_frozen_model_on_megatron_refuses_what_would_overwrite_it():
+    overlap = "policy={type: megatron, overlap_grad_reduce: true, overlap_param_gather: true}"
+    with pytest.raises(ConfigError, match="over those of the frozen reference model, which DPO"):
+        load_config(DPO, [overlap])
+    assert load_config(DPO, ["policy={type: megatron}"]).policy.type == "megatron"
