@@ -60,7 +60,7 @@ class HeldoutEvaluator:
     def evaluate(self, version: int) -> HeldoutLoss:
         groups = self._groups if self._scorer is None else self._scorer.score(self._groups)
         batch = self._algorithm.make_batch(groups, self._policy.batch_shape)
-        scored = [torch.from_numpy(values) for values in self._policy.logprobs(batch)]
+        scored = [torch.tensor(values) for values in self._policy.logprobs(batch)]
         outputs: list[LossOutput] = []
         for microbatch in (mb for replica in batch.replicas for mb in replica):
             logprob_T = join_sequences(microbatch, scored)

@@ -68,7 +68,8 @@ def train(run: Run) -> list[StepRecord]:
         publish(run, version=step)
         with run.phases("store"):
             run.store.append(step, groups)
-        records.append(step_record(step, groups, batch, stats, update, run.phases.take()))
+        seconds, sampled = run.phases.take(), run.generator is not None
+        records.append(step_record(step, groups, batch, stats, update, seconds, sampled=sampled))
         run.metrics.log(step, records[-1].values())
         run.progress.advance(records[-1].values())
     return records

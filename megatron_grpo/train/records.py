@@ -18,7 +18,7 @@ class StepRecord:
         step: 1 for the first.
         metrics: what the algorithm and the policy report.
         seconds: per phase.
-        generated_tokens: sampled by the generator.
+        generated_tokens: sampled by the generator; 0, and not logged, when training on data.
         trained_tokens: prompt and completion tokens that went through the policy, padding not
             counted.
     """
@@ -36,12 +36,18 @@ class StepRecord:
     def values(self) -> dict[str, float]:
         """Flat name -> number, as logged."""
         spent = {f"seconds/{phase}": value for phase, value in self.seconds.items()}
+        generated: dict[str, float] = {}
+        if self.generated_tokens:
+            per_s = rate(self.generated_tokens, self.seconds, ("generate",))
+            generated = {
+                "generated_tokens": self.generated_tokens,
+                "generated_tokens_per_s": per_s,
+            }
         return {
             **self.metrics,
             **spent,
             "step_s": self.step_s,
-            "generated_tokens": self.generated_tokens,
-            "generated_tokens_per_s": rate(self.generated_tokens, self.seconds, ("generate",)),
+            **generated,
             "trained_tokens": self.trained_tokens,
             "trained_tokens_per_s": rate(self.trained_tokens, self.seconds, TRAINING_PHASES),
         }
@@ -63,8 +69,10 @@ def step_record(
     stats: StepStats,
     update: UpdateStats,
     seconds: Mapping[str, float],
+    *,
+    sampled: bool = True,
 ) -> StepRecord:
-    generated = sum(r.num_trained_tokens for group in groups for r in group.rollouts)
+    generated = sampled * sum(r.num_trained_tokens for group in groups for r in group.rollouts)
     oldest = min(r.oldest_version for group in groups for r in group.rollouts)
     metrics = {
         "loss": stats.loss,
