@@ -33,7 +33,7 @@ from megatron_grpo.config import (
     VllmGeneratorConfig,
     WeightsConfig,
 )
-from megatron_grpo.errors import ClusterError, WeightExchangeError
+from megatron_grpo.errors import CheckpointError, ClusterError, WeightExchangeError
 from megatron_grpo.generation.engine_env import engine_env
 from megatron_grpo.runtime.generator_proxy import RayGenerator
 from megatron_grpo.runtime.placement import plan_placement
@@ -117,7 +117,7 @@ class TestMegatronUnderRay(PolicyContract):
         assert policy.layout == "TP1 PP2 DP1"
 
     def test_a_failure_on_a_rank_names_the_rank_and_the_cause(self, policy, tmp_path):
-        with pytest.raises(Exception, match="policy rank 0"):
+        with pytest.raises(CheckpointError, match=r"policy rank [01], .*nowhere"):
             policy.load(tmp_path / "nowhere")
 
 
