@@ -126,11 +126,13 @@ def test_an_append_writes_as_many_bytes_late_as_early(tmp_path, monkeypatch):
     monkeypatch.setattr(zarr_store, "_ROWS_PER_CHUNK", small)
     store = ZarrStore(tmp_path / "rollouts")
     touched = []
+    files: dict[str, int] = {}
     for step in range(1, 15):
-        before = time.time_ns()
+        before = files
         store.append(step, [make_group([1.0] * 8, group_id=f"g{step}", seed=step)])
-        files = [p for p in (tmp_path / "rollouts").rglob("*") if p.is_file()]
-        touched.append(sum(p.stat().st_mtime_ns >= before - 20_000_000 for p in files))
+        found = [p for p in (tmp_path / "rollouts").rglob("*") if p.is_file()]
+        files = {str(p): p.stat().st_mtime_ns for p in found}
+        touched.append(sum(before.get(name) != at for name, at in files.items()))
     assert len(files) > 2 * touched[-1]
     assert max(touched[9:]) <= touched[1] + 12
 
