@@ -1,0 +1,1 @@
+"""One module per command. A module imports only what its options need; the rest inside."""
