@@ -349,12 +349,11 @@ class MegatronRank:
         start = time.monotonic()
         self._sync_parameters()
         report = PushReport(version, 0, 0, 0.0)
-        if mesh.holds_first_replica():
-            tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
-            if mesh.is_stage_root():
-                report = self._send(version, tensors)
-            for _ in tensors:  # peers of a root take part in its gathers
-                pass
+        tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
+        if mesh.is_stage_root():
+            report = self._send(version, tensors)
+        for _ in tensors:  # peers of a root take part in its gathers
+            pass
         return PushReport(version, report.num_tensors, report.sent_bytes, time.monotonic() - start)
 
     def _send(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> PushReport:

@@ -31,19 +31,22 @@ def case(folder: Path, parallel: dict[str, Any], **policy: Any) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
+    ("family", "saved", "loaded"),
     [
-        ({"data": 2}, {"data": 2}),
-        ({"data": 2}, {"tensor": 2, "sequence": True}),
-        ({"tensor": 2, "pipeline": 2}, {"data": 2}),
-        ({"pipeline": 2}, {}),
+        ("qwen2", {"data": 2}, {"data": 2}),
+        ("qwen2", {"data": 2}, {"tensor": 2, "sequence": True}),
+        ("qwen2", {"tensor": 2, "pipeline": 2}, {"data": 2}),
+        ("qwen2", {"pipeline": 2}, {}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"data": 2, "expert": 2}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2, "sequence": True}),
+        ("qwen3_moe", {"pipeline": 2, "data": 2, "expert": 2}, {"data": 2}),
     ],
-    ids=lambda parallel: " ".join(parallel) or "one",
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "one",
 )
 def test_a_resumed_run_takes_the_step_the_straight_run_took(
-    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any]
+    tmp_path: Path, family: Any, saved: dict[str, Any], loaded: dict[str, Any]
 ) -> None:
-    source = save_tiny(tmp_path / "hf", "qwen2", tied=True)
+    source = save_tiny(tmp_path / "hf", family, tied=True)
     first, second = case(source, saved), case(source, loaded)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
