@@ -45,6 +45,7 @@ from megatron_grpo.policy.megatron.export import (
     stored_tensors,
 )
 from megatron_grpo.policy.megatron.frozen import FrozenWeights
+from megatron_grpo.policy.megatron.mixture import check_stages
 from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine, Totals
@@ -137,6 +138,7 @@ class MegatronRank:
         """
         source = HfFolder(self._model.folder)
         self._config.parallel.check_model(source.spec.shape)
+        check_stages(source.spec, self._config.parallel)
         device = prepare_device(self._config.threads_per_rank)
         self._join(rendezvous, device)
         use_te = choose_transformer_engine(self._config.transformer_engine, device)

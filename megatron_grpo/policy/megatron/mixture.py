@@ -12,7 +12,9 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
+from megatron_grpo.config import ParallelConfig
 from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.errors import ConfigError
 
 
 def mixture_settings(spec: ModelSpec, use_te: bool) -> dict[str, Any]:
@@ -47,6 +49,30 @@ def mixture_settings(spec: ModelSpec, use_te: bool) -> dict[str, Any]:
         "moe_router_fusion": False,
         "moe_shared_expert_overlap": False,
     }
+
+
+def check_stages(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Refuse pipelines with a stage of dense layers only in a model with experts.
+
+    The experts have an optimizer of their own; a rank where it is empty stores nothing that
+    other ranks could continue from.
+
+    Raises:
+        ConfigError: naming the first such stage.
+    """
+    if spec.mixture is None:
+        return
+    stages = parallel.pipeline
+    per_chunk = spec.num_layers // (stages * parallel.virtual_pipeline)
+    for stage in range(stages):
+        mine = [n for n in range(spec.num_layers) if n // per_chunk % stages == stage]
+        if set(mine) <= set(spec.mixture.dense_layers):
+            raise ConfigError(
+                "policy.parallel.pipeline",
+                f"stage {stage} would hold dense layers only {mine}, others experts",
+                found=stages,
+                remedy="use fewer stages",
+            )
 
 
 def repair_mixture() -> None:
