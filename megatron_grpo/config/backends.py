@@ -212,6 +212,11 @@ class WeightsConfig(Section):
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""
+    running_requests: Literal["keep", "finish", "abort"] = "keep"
+    """What an engine does with requests in flight when new weights come. keep: they go on under the
+    new weights, their keys and values computed again. finish: the engine takes the weights when
+    the last one has ended; new ones wait, and the wait counts towards deadline_s. abort: they
+    come out with what they have."""
 
 
 class ClusterConfig(Section):
