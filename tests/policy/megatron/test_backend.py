@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,32 @@ def test_distributed_and_plain_optimizer_take_torchs_steps(
     assert one([r["updates"][0].grad_norm for r in results]) == pytest.approx(norm, 1e-5)
     after = {n: p.detach().numpy() for n, p in oracle.model.named_parameters()}
     assert relative(results[0]["weights"], after) < 1e-5
+
+
+def test_sgd_with_momentum_takes_torchs_steps(folder: Any, tmp_path: Path) -> None:
+    sgd = {"type": "sgd", "learning_rate": 0.05, "momentum": 0.5, "max_grad_norm": 0.05}
+    policy = {"optimizer": sgd, "distributed_optimizer": False}
+    case = Case(folder(), {"data": 2}, SEQUENCES, policy=policy, steps=2)
+    results = rank_pool().run(2, cases.step_case, case, tmp_path)
+    oracle = Oracle(tiny_model())
+    plain = torch.optim.SGD(oracle.model.parameters(), lr=0.05, momentum=0.5)
+    for _ in range(2):
+        plain.zero_grad()
+        oracle.backward(SEQUENCES, case.loss)
+        torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 0.05)
+        plain.step()
+    after = {n: p.detach().numpy() for n, p in oracle.model.named_parameters()}
+    assert relative(results[0]["weights"], after) < 1e-5
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("emerging_optimizers") is not None, reason="it is installed"
+)
+def test_muon_without_its_package_is_refused_by_name(folder: Any, tmp_path: Path) -> None:
+    policy = {"optimizer": {"type": "muon"}, "distributed_optimizer": False}
+    case = Case(folder(), {}, SEQUENCES, policy=policy)
+    with pytest.raises(Exception, match="muon needs the emerging_optimizers package"):
+        rank_pool().run(1, cases.step_case, case, tmp_path)
 
 
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"data": 2, **TP2_SP}, {"pipeline": 2}])
@@ -330,6 +357,36 @@ def test_a_non_finite_gradient_raises_everywhere_and_leaves_the_weights_alone(
         assert "optimizer step 0: the gradient norm is not finite" in problem
         assert unchanged
         assert norm == pytest.approx(want, 1e-4)
+
+
+EXPERT_LAYOUTS = [
+    {"data": 2, "expert": 2},
+    {"pipeline": 2, "data": 2, "expert": 2},
+    {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+    {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
+]
+
+
+@pytest.mark.parametrize("parallel", EXPERT_LAYOUTS)
+def test_b3_every_expert_is_announced_streamed_and_exported_once_bitwise(
+    folder: Any, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    case = Case(folder("qwen3_moe"), parallel, SEQUENCES)
+    world = case.config.parallel.world_size
+    (tmp_path / "manifest").mkdir()
+    results = rank_pool().run(world, cases.manifest_case, case, tmp_path / "manifest")
+    source = load_file(case.folder / "model.safetensors")
+    sent = []
+    for manifest, streamed in results:
+        assert streamed == [(s.name, s.shape, "torch.bfloat16") for s in manifest]
+        sent += [(s.name, s.shape) for s in manifest]
+    assert sorted(sent) == sorted((name, tuple(t.shape)) for name, t in source.items())
+    target = tmp_path / "out"
+    rank_pool().run(world, cases.export_case, case, tmp_path, target)
+    files = [load_file(file) for file in sorted(target.glob("*.safetensors"))]
+    exported = {name: tensor for file in files for name, tensor in file.items()}
+    assert sum(len(file) for file in files) == len(exported) == len(source)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in source.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
