@@ -28,6 +28,7 @@ from megatron_grpo.generation.engine_output import completion
 from megatron_grpo.generation.stopping import stop_token_ids
 from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION, plain_senders
 from megatron_grpo.protocols import PullReport
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Completion, GenerationRequest
 from megatron_grpo.weights.manifest import check_manifest
 from megatron_grpo.weights.specs import SenderSpec
@@ -65,6 +66,7 @@ class VllmEngine:
         self._finished: list[Completion] = []
         self._senders: tuple[SenderSpec, ...] = ()
         self._broken: WeightExchangeError | None = None
+        self.spans = SpanRecorder()
 
     def _engine_args(self) -> EngineArgs:
         config = self._config
@@ -143,10 +145,14 @@ class VllmEngine:
         """
         self._check_usable()
         until = time.monotonic() + slice_s
-        while not self._finished and self._requests and time.monotonic() < until:
-            for output in self._engine.step():
-                if isinstance(output, RequestOutput) and output.finished:
-                    self._finish(output.request_id, output.outputs[0])
+        with self.spans("generate") as attrs:
+            steps = 0
+            while not self._finished and self._requests and time.monotonic() < until:
+                for output in self._engine.step():
+                    if isinstance(output, RequestOutput) and output.finished:
+                        self._finish(output.request_id, output.outputs[0])
+                steps += 1
+            attrs["steps"] = steps
         finished, self._finished = self._finished, []
         return finished
 

@@ -27,25 +27,52 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import ClusterError, GrpoError
 from megatron_grpo.runtime.placement import Placement, check_placement
+from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_memory
+from megatron_grpo.spans import Recording, Span, SpanRecorder
 
 
 class Host:
-    """Runs inside an actor: builds one object and forwards calls to it."""
+    """Runs inside an actor: builds one object, forwards calls to it and records when they ran."""
 
     def __init__(self, target: str, arguments: tuple[object, ...]) -> None:
-        module, _, name = target.partition(":")
-        factory: Callable[..., object] = vars(importlib.import_module(module))[name]
-        self._object = factory(*arguments)
+        self._object = _build(target, arguments)
+        own = isinstance(self._object, Recording)
+        self._spans = self._object.spans if own else SpanRecorder()
+        self._tools: dict[str, object] = {}
 
     def call(self, method: str, *arguments: object) -> object:
         """The method's result, or the property's value. References among the arguments arrive
         resolved.
         """
-        value = getattr(self._object, method)
-        return value(*arguments) if callable(value) else value
+        with self._spans(method) as attrs:
+            reset_peak_memory()
+            value = getattr(self._object, method)
+            result = value(*arguments) if callable(value) else value
+            attrs["peak_bytes"] = peak_memory_bytes()
+        return result
+
+    def read_spans(self) -> list[Span]:
+        """What this actor did, newest 50,000."""
+        return self._spans.read()
+
+    def use_tool(
+        self, target: str, arguments: tuple[object, ...], method: str, *values: object
+    ) -> object:
+        """Call a method of a second object beside the first, such as a profiler, built at its first
+        use and kept."""
+        if target not in self._tools:
+            self._tools[target] = _build(target, arguments)
+        return getattr(self._tools[target], method)(*values)
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _build(target: str, arguments: tuple[object, ...]) -> object:
+    """An instance of `module:Class`."""
+    module, _, name = target.partition(":")
+    factory: Callable[..., object] = vars(importlib.import_module(module))[name]
+    return factory(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +211,27 @@ def put(value: object) -> object:
 
 def call_async(member: Member, method: str, *arguments: object) -> ray.ObjectRef:
     return member.handle.call.remote(method, *arguments)
+
+
+def read_spans(members: Sequence[Member], deadline_s: float) -> dict[str, list[Span]]:
+    """What every member did, by its name."""
+    refs = [member.handle.read_spans.remote() for member in members]
+    return {
+        member.name: cast(list[Span], take(ref, member.name, "read_spans", deadline_s))
+        for member, ref in zip(members, refs)
+    }
+
+
+def use_tool(
+    members: Sequence[Member],
+    target: str,
+    arguments: Sequence[tuple[object, ...]],
+    method: str,
+    deadline_s: float,
+) -> list[object]:
+    """See Host.use_tool: on all members at once, each tool built with its own arguments."""
+    refs = [m.handle.use_tool.remote(target, a, method) for m, a in zip(members, arguments)]
+    return [take(ref, m.name, f"{target} {method}", deadline_s) for ref, m in zip(refs, members)]
 
 
 def call_all(
