@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self, cast
 
 import ray
@@ -31,13 +32,26 @@ from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_m
 from megatron_grpo.spans import Recording, Span, SpanRecorder
 
 
+# Kernels and NVTX ranges, between the marks that a profile sets (runtime.tracing.CudaWindow). Ray
+# puts the report into the session's logs/nsight on the actor's node.
+NSYS_OPTIONS = MappingProxyType(
+    {
+        "t": "cuda,nvtx,cublas",
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": "stop",
+        "o": "'megatron_grpo_%p'",
+    }
+)
+
+
 class Host:
     """Runs inside an actor: builds one object, forwards calls to it and records when they ran."""
 
     def __init__(self, target: str, arguments: tuple[object, ...]) -> None:
         self._object = _build(target, arguments)
-        own = isinstance(self._object, Recording)
-        self._spans = self._object.spans if own else SpanRecorder()
+        self._spans = SpanRecorder()
+        if isinstance(self._object, Recording):
+            self._spans = self._object.spans
         self._tools: dict[str, object] = {}
 
     def call(self, method: str, *arguments: object) -> object:
@@ -130,9 +144,11 @@ class RayCluster:
         target: str,
         arguments: tuple[object, ...],
         env: Mapping[str, str],
+        *,
+        nsys: bool = False,
     ) -> Member:
         """Create an actor in its bundle; returns before it is up (a failure shows at its first
-        call).
+        call). With `nsys` its process runs under Nsight Systems.
         """
         if self._group is None:
             raise ClusterError(name, "cannot start: the cluster is closed")
@@ -141,7 +157,10 @@ class RayCluster:
             num_cpus=spec.cpus,
             num_gpus=spec.gpus,
             max_restarts=0,
-            runtime_env={"env_vars": {**_import_path(), **env}},
+            runtime_env={
+                "env_vars": {**_import_path(), **env},
+                **({"nsight": dict(NSYS_OPTIONS)} if nsys else {}),
+            },
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle
             ),

@@ -32,7 +32,6 @@ LOOP_PHASES = {
     "forward_backward": "train",
     "optimizer": "optimizer",
     "push_weights": "push",
-    "evaluate": "evaluate",
     "store": "store rollouts",
     "checkpoint": "checkpoint",
 }
@@ -177,7 +176,7 @@ def activity(measured: Measured) -> dict[str, Intervals]:
     found: dict[str, Intervals] = {}
     sources = [(RANK_PHASES, spans) for spans in measured.ranks.values()]
     sources += [(ENGINE_PHASES, working(spans)) for spans in measured.engines.values()]
-    own = {"make_batch": "make batch", "store": "store rollouts", "evaluate": "evaluate"}
+    own = {"make_batch": "make batch", "store": "store rollouts"}
     sources += [(own, measured.loop), ({"grade": "grade"}, measured.grading)]
     for names, spans in sources:
         for span, phase in names.items():

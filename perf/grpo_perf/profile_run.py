@@ -19,7 +19,7 @@ from rich.console import Console
 from grpo_perf.microbenchmark import Speeds
 from grpo_perf.model_shape import Architecture, read_architecture
 from megatron_grpo.batch import BatchShape, TrainBatch
-from megatron_grpo.config import RunConfig
+from megatron_grpo.config import ClusterConfig, RunConfig
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.environments.chat import ChatTokenizer
 from megatron_grpo.environments.dialogues import load_data
@@ -122,6 +122,7 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
             "name": f"{config.name}-profile",
             "run_dir": config.folder.with_name(f"{config.folder.name}-profile"),
             "steps": WARMUP_STEPS + options.steps,
+            "cluster": _cluster(config, options),
         }
     )
     check_model_folder(config.model.folder)
@@ -155,6 +156,28 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
             device_bytes=device_bytes,
             traces=list(traces.values()),
         )
+
+
+def _cluster(config: RunConfig, options: ProfileOptions) -> ClusterConfig:
+    """With the chosen ranks under Nsight Systems.
+
+    Raises:
+        ConfigError: --nsys without GPUs, or a rank that does not exist.
+    """
+    assert config.policy.type == "megatron"
+    world = config.policy.parallel.world_size
+    outside = [rank for rank in options.ranks if rank >= world]
+    if (options.trace or options.nsys) and outside:
+        raise ConfigError(
+            "--ranks", f"the policy has {world} ranks", found=outside[0], remedy="count from 0"
+        )
+    if not options.nsys:
+        return config.cluster
+    if config.cluster.gpus_per_rank == 0:
+        raise ConfigError(
+            "--nsys", "shows what GPUs do, and this run has none", remedy="use --trace"
+        )
+    return config.cluster.model_copy(update={"nsys_ranks": options.ranks})
 
 
 def _start(
@@ -215,9 +238,6 @@ class Actors:
         """By actor, of those that are to be traced."""
         if not options.trace:
             return {}
-        outside = [rank for rank in options.ranks if rank >= len(self._ranks)]
-        if outside:
-            raise ConfigError("--ranks", f"has no rank {outside[0]} of {len(self._ranks)}")
         traced = [self._ranks[rank] for rank in options.ranks] + self._engines[:1]
         return {
             member.name: (folder / f"trace_{member.name.replace(' ', '_')}.json.gz").resolve()

@@ -12,6 +12,7 @@ from megatron_grpo.spans import Span
 
 # Okabe and Ito's palette (2008), told apart by colour-blind readers too; waiting is pale.
 COLOURS = {
+    "wait for rollouts": "#b3d1e6",
     "generate": "#0072b2",
     "grade": "#000000",
     "reference": "#cc79a7",
@@ -24,14 +25,15 @@ COLOURS = {
     "push": "#56b4e9",
     "store rollouts": "#b8860b",
     "checkpoint": "#8c564b",
-    "evaluate": "#c7c7c7",
 }
-LEGEND = {"train": "train (waiting, exchange)", "generate": "generate (loop: wait for rollouts)"}
+LEGEND = {"train": "train (ranks: waiting)"}
+# The training thread waits while engines generate, or goes on because they are ahead of it.
+_LOOP = {**LOOP_PHASES, "generate": "wait for rollouts"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Seconds from the start of the window. `count` is how many spans touch and look like one."""
+    """Seconds from the start of the window."""
 
     phase: str
     start_s: float
@@ -63,7 +65,7 @@ class Timeline:
 def make_timeline(measured: Measured) -> Timeline:
     start, end = measured.window_s
     inside = {"forward": "forward", "backward": "backward"}
-    lanes = [_lane("training loop", measured.loop, [LOOP_PHASES], measured)]
+    lanes = [_lane("training loop", measured.loop, [_LOOP], measured)]
     if measured.grading:
         lanes.append(_lane("grading", measured.grading, [{"grade": "grade"}], measured))
     for name, spans in measured.ranks.items():

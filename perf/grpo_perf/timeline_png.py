@@ -25,7 +25,8 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
                 [(bar.start_s, bar.end_s - bar.start_s)],
                 (row - 0.38, 0.76),
                 facecolors=COLOURS[bar.phase],
-                linewidth=0,
+                edgecolors=COLOURS[bar.phase],
+                linewidth=0.3,  # so that the shortest can be seen
             )
     for number, end in enumerate(timeline.step_ends_s):
         axes.axvline(end, color="black", lw=0.8, ls=(0, (4, 3)))
