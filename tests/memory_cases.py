@@ -72,3 +72,14 @@ def _attention_flops(
 _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
 }
+
+
+def training_flops_case(rank: int, world: int, case: Case, folder: Path) -> int:
+    """Operations that torch counts in forward and backward of a packed batch, attention left
+    out.
+    """
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        with FlopCounterMode(display=False) as counter:
+            policy.forward_backward(mine, case.temperature, case.loss)
+        return counter.get_total_flops()

@@ -31,7 +31,6 @@ from megatron_grpo.runtime.placement import Placement, check_placement
 from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_memory
 from megatron_grpo.spans import Recording, Span, SpanRecorder
 
-
 # Kernels and NVTX ranges, between the marks that a profile sets (runtime.tracing.CudaWindow). Ray
 # puts the report into the session's logs/nsight on the actor's node.
 NSYS_OPTIONS = MappingProxyType(
