@@ -147,11 +147,12 @@ class VllmEngine:
         self._check_usable()
         until = time.monotonic() + slice_s
         with self.spans("generate") as attrs:
-            steps = 0
+            steps = sequences = 0
             while not self._finished and self._requests and time.monotonic() < until:
+                sequences += min(len(self._requests), self._config.max_concurrent)
                 self._step()
                 steps += 1
-            attrs["steps"] = steps
+            attrs.update(steps=steps, sequences=sequences)
         finished, self._finished = self._finished, []
         return finished
 

@@ -8,33 +8,21 @@ from dataclasses import dataclass
 
 from grpo_perf.flops import training_flops, utilisation
 from grpo_perf.hardware import Hardware
-from grpo_perf.intervals import Intervals, clip, intersection, length, union
+from grpo_perf.intervals import intersection, length, union
+from grpo_perf.profile_phases import (
+    ENGINE_PHASES,
+    LOOP_PHASES,
+    RANK_PHASES,
+    activity,
+    within,
+    working,
+)
+from grpo_perf.profile_rates import Rates, measure_rates
 from grpo_perf.profile_run import Measured
 from grpo_perf.step_work import TrainingWork, generation_work, training_work
 from megatron_grpo.config import MegatronPolicyConfig, RunConfig, VllmGeneratorConfig
 from megatron_grpo.spans import Span
 
-# What an actor does, by the name of its span; in the order of the tables.
-RANK_PHASES = {
-    "logprobs": "score",
-    "reference_logprobs": "reference",
-    "forward_backward": "train",
-    "optimizer_step": "optimizer",
-    "push_weights": "push",
-    "save": "checkpoint",
-}
-ENGINE_PHASES = {"generate": "generate", "pull_weights": "push"}
-# The training thread's phases, under the names of what the actors do meanwhile.
-LOOP_PHASES = {
-    "generate": "generate",
-    "reference": "reference",
-    "make_batch": "make batch",
-    "forward_backward": "train",
-    "optimizer": "optimizer",
-    "push_weights": "push",
-    "store": "store rollouts",
-    "checkpoint": "checkpoint",
-}
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
@@ -130,6 +118,7 @@ class Report:
     engines: tuple[ActorRow, ...]
     training: Training
     generation: Generation | None
+    rates: Rates | None
 
     @property
     def mean_step_s(self) -> float:
@@ -140,7 +129,7 @@ def make_report(measured: Measured, hardware: Hardware) -> Report:
     window, steps = measured.window_s, measured.steps
     ends = measured.step_ends_s
     accounted = {
-        name: length(_within(measured.loop, (span,), window)) / steps
+        name: length(within(measured.loop, (span,), window)) / steps
         for span, name in LOOP_PHASES.items()
     }
     step_s = tuple(end - start for start, end in itertools.pairwise(ends))
@@ -157,6 +146,7 @@ def make_report(measured: Measured, hardware: Hardware) -> Report:
         engines=tuple(engines),
         training=_training(measured, hardware, sum(step_s)),
         generation=_generation(measured) if measured.engines else None,
+        rates=measure_rates(measured, accounted, sum(step_s) / steps) if measured.engines else None,
     )
 
 
@@ -164,29 +154,6 @@ def policy_of(config: RunConfig) -> MegatronPolicyConfig:
     """The policy's section; only Megatron is profiled."""
     assert config.policy.type == "megatron"
     return config.policy
-
-
-def _within(spans: Sequence[Span], names: Sequence[str], window: tuple[float, float]) -> Intervals:
-    return clip(((s.start_s, s.end_s) for s in spans if s.name in names), window)
-
-
-def activity(measured: Measured) -> dict[str, Intervals]:
-    """When at least one actor worked on a phase."""
-    window = measured.window_s
-    found: dict[str, Intervals] = {}
-    sources = [(RANK_PHASES, spans) for spans in measured.ranks.values()]
-    sources += [(ENGINE_PHASES, working(spans)) for spans in measured.engines.values()]
-    own = {"make_batch": "make batch", "store": "store rollouts"}
-    sources += [(own, measured.loop), ({"grade": "grade"}, measured.grading)]
-    for names, spans in sources:
-        for span, phase in names.items():
-            found[phase] = union([*found.get(phase, []), *_within(spans, (span,), window)])
-    return {phase: intervals for phase, intervals in found.items() if intervals}
-
-
-def working(engine: Sequence[Span]) -> list[Span]:
-    """An engine's spans without the calls that found nothing to do."""
-    return [s for s in engine if s.name != "generate" or s.attrs.get("steps", 0) > 0]
 
 
 def _phase_rows(measured: Measured, accounted: Mapping[str, float]) -> tuple[PhaseRow, ...]:
@@ -208,10 +175,10 @@ def _rank_row(name: str, spans: list[Span], measured: Measured) -> ActorRow:
     window, steps = measured.window_s, measured.steps
     seconds = {}
     for span, phase in RANK_PHASES.items():
-        mine = _within(spans, (span,), window)
+        mine = within(spans, (span,), window)
         if phase == "train":
             forward, backward = (
-                length(intersection(_within(spans, (part,), window), mine))
+                length(intersection(within(spans, (part,), window), mine))
                 for part in ("forward", "backward")
             )
             seconds["forward"], seconds["backward"] = forward, backward
@@ -224,7 +191,7 @@ def _rank_row(name: str, spans: list[Span], measured: Measured) -> ActorRow:
 def _engine_row(name: str, spans: list[Span], measured: Measured) -> ActorRow:
     busy = working(spans)
     seconds = {
-        phase: length(_within(busy, (span,), measured.window_s))
+        phase: length(within(busy, (span,), measured.window_s))
         for span, phase in ENGINE_PHASES.items()
     }
     return _actor_row(name, seconds, spans, measured, measured.steps)
@@ -255,8 +222,8 @@ def _training(measured: Measured, hardware: Hardware, total_s: float) -> Trainin
         for _, batch in measured.work
     ]
     needed, whole, computed = (_forward_flops(works, which, measured) for which in range(3))
-    flops = training_flops(needed, config.recompute)
-    train_s = length(_within(measured.loop, ("forward_backward",), measured.window_s))
+    flops = training_flops(needed, config.recompute, fused_head=True)
+    train_s = length(within(measured.loop, ("forward_backward",), measured.window_s))
     world = config.parallel.world_size
     cores = world if measured.device_bytes else world * config.threads_per_rank
     peaks = (
@@ -268,7 +235,7 @@ def _training(measured: Measured, hardware: Hardware, total_s: float) -> Trainin
         vendor, own = (utilisation(operations, seconds, 1, peak) for peak in peaks)
         return vendor, own
 
-    ran = training_flops(computed, config.recompute)
+    ran = training_flops(computed, config.recompute, fused_head=True)
     bubble, straggler = _waiting(measured, config)
     return Training(
         model_flops=flops.model / measured.steps,
@@ -296,9 +263,9 @@ def _waiting(measured: Measured, config: MegatronPolicyConfig) -> tuple[float, f
     window = measured.window_s
     computing, training = [], 0.0
     for spans in measured.ranks.values():
-        mine = _within(spans, ("forward_backward",), window)
+        mine = within(spans, ("forward_backward",), window)
         training += length(mine)
-        computing.append(intersection(_within(spans, ("forward", "backward"), window), mine))
+        computing.append(intersection(within(spans, ("forward", "backward"), window), mine))
     waited = 1 - sum(length(busy) for busy in computing) / training if training else 0.0
     lost = 0.0
     ends = measured.step_ends_s
@@ -316,7 +283,7 @@ def _generation(measured: Measured) -> Generation | None:
     config = measured.config.engines
     assert isinstance(config, VllmGeneratorConfig)
     window, steps = measured.window_s, measured.steps
-    busy = [_within(working(spans), ("generate",), window) for spans in measured.engines.values()]
+    busy = [within(working(spans), ("generate",), window) for spans in measured.engines.values()]
     seconds = sum(length(intervals) for intervals in busy)
     if seconds == 0:
         return None

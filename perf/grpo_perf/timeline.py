@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_perf.intervals import clip
-from grpo_perf.profile_report import ENGINE_PHASES, LOOP_PHASES, RANK_PHASES, working
+from grpo_perf.profile_phases import ENGINE_PHASES, LOOP_PHASES, RANK_PHASES, working
 from grpo_perf.profile_run import Measured
 from megatron_grpo.spans import Span
 

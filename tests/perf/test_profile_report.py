@@ -10,6 +10,7 @@ from grpo_perf.hardware import hardware_named
 from grpo_perf.intervals import clip, intersection, length, union
 from grpo_perf.microbenchmark import Speeds
 from grpo_perf.model_shape import Architecture
+from grpo_perf.profile_rates import fit_decode
 from grpo_perf.profile_report import make_report
 from grpo_perf.profile_run import Measured
 from grpo_perf.timeline import make_timeline
@@ -105,8 +106,8 @@ TWO_STAGES = {
 }
 ENGINE = {
     "engine 0": [
-        Span("generate", 100.0, 103.0, {"steps": 4}),
-        Span("generate", 105.0, 105.4, {"steps": 0}),
+        Span("generate", 100.0, 103.0, {"steps": 4, "sequences": 6}),
+        Span("generate", 105.0, 105.4, {"steps": 0, "sequences": 0}),
         Span("pull_weights", 109.0, 109.9),
     ]
 }
@@ -126,7 +127,12 @@ def test_the_loops_phases_and_the_rest_add_up_to_the_step():
 
 def test_exposed_is_what_runs_alone():
     grading = [Span("grade", 102.5, 103.5)]
-    ahead = {"engine 0": [*ENGINE["engine 0"], Span("generate", 106.0, 107.0, {"steps": 1})]}
+    ahead = {
+        "engine 0": [
+            *ENGINE["engine 0"],
+            Span("generate", 106.0, 107.0, {"steps": 1, "sequences": 1}),
+        ]
+    }
     report = make_report(
         measured_of(TWO_STAGES, ahead, LOOP, {"pipeline": 2}, grading), hardware_named("cpu")
     )
@@ -172,7 +178,10 @@ def test_operations_and_their_shares_of_both_peaks():
     assert training.mfu[1] == pytest.approx(3 * forward / 4.0 / 2e6)
     assert training.mfu[0] == pytest.approx(3 * forward / 4.0 / (2 * 78e9))
     assert training.step_mfu[1] == pytest.approx(3 * forward / 10.0 / 2e6)
-    assert training.hfu == training.mfu and training.padding_loss == 0.0
+    # The head's logits are made again in the backward pass.
+    assert training.recomputed_flops == 2 * 8 * 32 * 6
+    assert training.hfu[1] == pytest.approx((3 * forward + 2 * 8 * 32 * 6) / 4.0 / 2e6)
+    assert training.padding_loss == 0.0
 
 
 def test_generation_against_the_memory_speed():
@@ -190,8 +199,8 @@ def test_generation_against_the_memory_speed():
 
 def test_a_slow_engine_keeps_the_others_waiting():
     engines = {
-        "engine 0": [Span("generate", 100.0, 103.0, {"steps": 3})],
-        "engine 1": [Span("generate", 100.0, 101.0, {"steps": 1})],
+        "engine 0": [Span("generate", 100.0, 103.0, {"steps": 3, "sequences": 3})],
+        "engine 1": [Span("generate", 100.0, 101.0, {"steps": 1, "sequences": 1})],
     }
     generation = make_report(
         measured_of(TWO_STAGES, engines, LOOP, {"pipeline": 2}), hardware_named("cpu")
@@ -207,8 +216,7 @@ def test_more_recomputation_shows_in_hfu_alone():
     full = make_report(replace(measured, config=config), hardware_named("cpu")).training
     plain = make_report(measured, hardware_named("cpu")).training
     assert full.mfu == plain.mfu
-    forward = plain.model_flops / 3
-    assert full.recomputed_flops == forward - 2 * 8 * 32 * 6
+    assert full.recomputed_flops == plain.model_flops / 3  # every layer, and the head as always
 
 
 def test_the_timeline_shows_every_actor_from_the_first_measured_step_on(tmp_path):
@@ -230,6 +238,25 @@ def test_the_timeline_shows_every_actor_from_the_first_measured_step_on(tmp_path
     assert html.count("<rect ") == sum(len(lane.bars) for lane in timeline.lanes)
     assert "http" not in html  # self-contained
     assert 'data-t="engine 0, generate: 3.000 s from 0.000"' in html
+
+
+def test_rates_for_the_simulator():
+    grading = [Span("grade", 102.5, 103.5), Span("grade", 103.5, 103.7)]
+    rates = make_report(
+        measured_of(TWO_STAGES, ENGINE, LOOP, {"pipeline": 2}, grading), hardware_named("cpu")
+    ).rates
+    assert rates is not None
+    assert (rates.policy_s, rates.push_s) == pytest.approx((10 - 4 - 0.9, 0.9))
+    assert rates.grade_s == pytest.approx(0.6)
+    assert (rates.policy_idle, rates.engine_idle) == pytest.approx((0.4, 0.7))
+    assert rates.decode_sequence_s == pytest.approx(3.0 / 6)
+
+
+def test_decode_seconds_are_fitted_by_steps_and_sequences():
+    # 3 s a step and 1 s a sequence.
+    assert fit_decode([(2, 4, 10.0), (1, 10, 13.0)]) == pytest.approx((3.0, 1.0))
+    # One size of batch says nothing about the two apart.
+    assert fit_decode([(1, 4, 8.0), (2, 8, 16.0)]) == pytest.approx((0.0, 2.0))
 
 
 def test_sets_of_time():
