@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_grpo.commands.launch import app as launch
 from megatron_grpo.commands.performance import plan, simulate
 from megatron_grpo.commands.profile import profile
 from megatron_grpo.commands.train import show, train
@@ -25,6 +26,7 @@ app.command()(show)
 app.command()(plan)
 app.command()(simulate)
 app.command()(profile)
+app.add_typer(launch, name="launch")
 
 
 @app.callback()
