@@ -51,16 +51,15 @@ class Bench:
 
     Attributes:
         keys: fields that tell its rows apart.
-        needs: a file it cannot run without, and what makes it.
+        needs_trl: runs another interpreter, one with TRL.
     """
 
     arguments: tuple[str, ...]
     keys: tuple[str, ...]
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
-    needs: tuple[str, str] | None = None
+    needs_trl: bool = False
 
 
-_TRL = ".venv-3.11-trl/bin/python"
 BENCHES: Mapping[str, Bench] = {
     "bench_linear_logprob": Bench(
         ("--shape", "256,256,8192", "--repeats", "5", "--clock", "cpu", "--threads", "1"),
@@ -72,10 +71,10 @@ BENCHES: Mapping[str, Bench] = {
         },
     ),
     "bench_vs_trl": Bench(
-        ("--trl-python", _TRL),
+        (),
         ("dtype", "completions"),
         {"ratio": Ratio("higher", 0.3)},
-        needs=(_TRL, "make bench-trl"),
+        needs_trl=True,
     ),
     "bench_profile_overhead": Bench(
         (), ("microbatches",), {"time_ratio_to_unrecorded": Ratio("lower", 0.03)}
@@ -100,8 +99,10 @@ def scripts() -> dict[str, Path]:
     return {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("bench_*.py"))}
 
 
-def run_bench(path: Path, bench: Bench) -> list[Row]:
+def run_bench(path: Path, bench: Bench, trl: Path | None) -> list[Row]:
     command = [sys.executable, str(path), *bench.arguments, "--json"]
+    if bench.needs_trl:
+        command += ["--trl-python", str(trl)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         raise SystemExit(f"{path.name} failed: {done.stderr[-2000:]}")
@@ -147,6 +148,7 @@ def show(changes: Sequence[Change], skipped: Sequence[str], console: Console) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench.json")
+    parser.add_argument("--trl-python", type=Path, help="of an environment with TRL")
     parser.add_argument("--only", action="append", choices=sorted(BENCHES), metavar="NAME")
     parser.add_argument("--list", action="store_true", help="names of the benchmarks")
     parser.add_argument("--update", action="store_true", help="make the results the baselines")
@@ -165,11 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped: list[str] = []
     for name in options.only or found:
         bench = BENCHES[name]
-        if bench.needs is not None and not (ROOT / bench.needs[0]).exists():
-            skipped.append(f"{name} needs {bench.needs[0]}: {bench.needs[1]}")
+        if bench.needs_trl and (options.trl_python is None or not options.trl_python.exists()):
+            skipped.append(f"{name}, for want of TRL: make bench-trl, or --trl-python")
             continue
         console.print(f"[dim]{name} ...[/dim]")
-        results[name] = run_bench(found[name], bench)
+        results[name] = run_bench(found[name], bench, options.trl_python)
         baseline = BASELINES / f"{name}.json"
         if options.update:
             baseline.write_text(json.dumps(results[name], indent=2) + "\n", encoding="utf-8")

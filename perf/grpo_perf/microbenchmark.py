@@ -8,14 +8,17 @@ what one large square product reaches.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import torch
 
 # Long enough for a clock to settle, short enough to be asked before every profile.
 _MEASURE_S = 0.25
+_SOCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Speeds:
         decode_flops_per_s: the same with a decode batch of rows.
         memory_bytes_per_s: read plus written while copying more than the caches hold.
         read_bytes_per_s: read while summing the same.
+        socket_bytes_per_s: from one thread to another through a local socket.
         launch_s: of one operator on one element.
     """
 
@@ -34,6 +38,7 @@ class Speeds:
     decode_flops_per_s: float
     memory_bytes_per_s: float
     read_bytes_per_s: float
+    socket_bytes_per_s: float
     launch_s: float
 
 
@@ -59,6 +64,7 @@ class MicroBenchmark:
                 decode_flops_per_s=self._matmul(rows, hidden, width),
                 memory_bytes_per_s=self._copy(),
                 read_bytes_per_s=self._read(),
+                socket_bytes_per_s=self._socket(),
                 launch_s=self._launch(),
             )
 
@@ -83,6 +89,26 @@ class MicroBenchmark:
     def _read(self) -> float:
         values = self._tensor(32 << 20)
         return values.nbytes / self._seconds(lambda: values.sum())
+
+    def _socket(self) -> float:
+        """Over TCP on this machine, as gloo sends."""
+        payload = memoryview(bytearray(_SOCKET_BYTES))
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as sending,
+            server.accept()[0] as receiving,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            target = memoryview(bytearray(_SOCKET_BYTES))
+
+            def run() -> None:
+                sent = pool.submit(sending.sendall, payload)
+                left = target
+                while left:
+                    left = left[receiving.recv_into(left) :]
+                sent.result()
+
+            return _SOCKET_BYTES / self._seconds(run)
 
     def _launch(self) -> float:
         one = self._tensor(1)

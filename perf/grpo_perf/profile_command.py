@@ -6,6 +6,7 @@ from rich.console import Console
 
 from grpo_perf.hardware import hardware_named
 from grpo_perf.profile_output import show_report, write_json
+from grpo_perf.profile_prediction import predict_measured
 from grpo_perf.profile_report import Report, make_report
 from grpo_perf.profile_run import ProfileOptions, measure_run
 from grpo_perf.timeline import make_timeline
@@ -34,7 +35,7 @@ def run_profile_command(
     device = hardware_named(hardware or "cpu")
     measured = measure_run(config, options, console)
     report = make_report(measured, device)
-    predicted: dict[str, float] = {}
+    predicted = predict_measured(measured)
     timeline = make_timeline(measured)
     folder = measured.folder
     write_json(report, predicted, folder / "profile.json")

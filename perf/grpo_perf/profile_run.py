@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -132,17 +132,20 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
         grading = SpanRecorder()
         run, members, engines = _start(config, grading, console, stack)
         actors = Actors(members, engines, config)
-        speeds = actors.speeds(read_architecture(config.model.folder))
+        model = read_architecture(config.model.folder)
+        before = actors.speeds(model)
         traces = actors.trace_paths(config.folder, options)
         algorithm = WatchedAlgorithm(run.algorithm)
         progress = StepMarks(run.progress, WARMUP_STEPS, lambda: actors.start(traces))
         train(replace(run, algorithm=algorithm, evaluator=NoEvaluation(), progress=progress))
         device_bytes = actors.stop(traces)
+        run.source.close()  # engines that run ahead would be measured working
+        after = actors.speeds(model)
         deadline_s = config.cluster.step_deadline_s
         return Measured(
             config=config,
             folder=config.folder,
-            model=read_architecture(config.model.folder),
+            model=model,
             shape=run.policy.batch_shape,
             dtype=resolve_dtype(config.policy.dtype, gpu=actors.gpu),
             step_ends_s=progress.unix_times(),
@@ -151,8 +154,8 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
             ranks=read_spans(members, deadline_s),
             engines=read_spans(engines, deadline_s),
             work=algorithm.seen[WARMUP_STEPS:],
-            rank_speeds=speeds[0],
-            engine_speeds=speeds[1],
+            rank_speeds=_means(before[0], after[0]),
+            engine_speeds=_means(before[1], after[1]),
             device_bytes=device_bytes,
             traces=list(traces.values()),
         )
@@ -202,6 +205,14 @@ def _start(
     watched = WatchedEnvironment(environment, grading)
     run, _ = build_run(config, folder, tokenizer, watched, policy, generator, console, stack)
     return run, _members(policy), _members(generator)
+
+
+def _means(before: Sequence[Speeds], after: Sequence[Speeds]) -> list[Speeds]:
+    """Of what was measured on both sides of the steps: the machine may be shared."""
+    return [
+        Speeds(*((one + two) / 2 for one, two in zip(astuple(first), astuple(second))))
+        for first, second in zip(before, after, strict=True)
+    ]
 
 
 def _members(proxy: object) -> list[Member]:

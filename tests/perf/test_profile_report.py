@@ -37,7 +37,7 @@ MODEL = Architecture(
 # Matrices of a layer: qkv 16 x 8, projection 8 x 8, gate and up 32 x 8, down 8 x 16.
 LAYERS = 2 * 2 * (128 + 64 + 256 + 128)
 PER_PAIR = 2 * 2 * 2 * 8
-SPEEDS = Speeds(1e6, 2e6, 1e6, 4e5, 1e-6)
+SPEEDS = Speeds(1e6, 2e6, 1e6, 4e5, 1e6, 1e-6)
 
 
 def config_of(parallel: dict[str, int], engines: int = 1) -> RunConfig:
