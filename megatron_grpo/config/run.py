@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -134,8 +135,46 @@ class RolloutsConfig(Section):
     """Rollouts per prompt, at least 2: one alone has no group to compare with."""
     max_staleness: NonNegativeInt = 0
     """How many weight versions old a token may be when it is trained on; 0 is synchronous."""
+    on_new_weights: Literal["wait", "resume", "recompute", "keep"] = "wait"
+    """What becomes of rollouts that are being generated when new weights are ready. wait: the push
+    waits until they have finished. resume: they are cut off and go on from their last token under
+    the new weights. recompute: the engine swaps weights under them and computes their keys and
+    values again. keep: the same with the old keys and values, cheapest and least exact.
+    """
+    oversample: Annotated[float, Field(ge=1, le=4, allow_inf_nan=False)] = 1.0
+    """Groups in flight as a multiple of what is needed. Once enough are complete the slowest are
+    cut off, to go on later if their tokens are still young enough, else to begin anew. 1 is off.
+    """
+    replace_rounds: NonNegativeInt = 0
+    """Replace groups whose rewards are all equal by other prompts (dynamic sampling), at most this
+    many times groups_per_step per step; then the run ends and says why. 0 is off.
+    """
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out and counted."""
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups in flight beyond those that are needed."""
+        return math.ceil((self.oversample - 1) * self.groups_per_step)
+
+    @model_validator(mode="after")
+    def _check_ahead(self) -> RolloutsConfig:
+        if self.max_staleness == 0 and self.on_new_weights != "wait":
+            raise ConfigError(
+                "on_new_weights",
+                "has nothing to act on under max_staleness 0, where nothing is generated while "
+                "weights change",
+                found=self.on_new_weights,
+                remedy="set max_staleness to 1 or more, or on_new_weights to wait",
+            )
+        if self.max_staleness > 0 and self.oversample > 1 and self.on_new_weights == "wait":
+            raise ConfigError(
+                "oversample",
+                "gains nothing if every push waits for the slowest rollout",
+                found=self.oversample,
+                remedy="set on_new_weights to resume, recompute or keep, or max_staleness to 0",
+            )
+        return self
 
 
 class EvaluationConfig(Section):
@@ -230,6 +269,17 @@ class RunConfig(Section):
                     found=limit,
                     remedy=f"set {key} to at least {longest}",
                 )
+        if (
+            self.rollouts.replace_rounds
+            and isinstance(self.algorithm, GrpoConfig)
+            and self.algorithm.baseline == "batch"
+        ):
+            raise ConfigError(
+                "rollouts.replace_rounds",
+                "a batch baseline learns from groups of equal rewards too",
+                found=self.rollouts.replace_rounds,
+                remedy="set it to 0, or algorithm.baseline to one of the group",
+            )
         trainable = task.rows - task.heldout_rows
         if trainable < self.rollouts.groups_per_step:
             raise ConfigError(
@@ -258,7 +308,11 @@ class RunConfig(Section):
             )
         for section, given, unused in (
             ("sampling", self.sampling, list(SamplingConfig.model_fields)),
-            ("rollouts", self.rollouts, ["group_size", "max_staleness", "max_prompt_tokens"]),
+            (
+                "rollouts",
+                self.rollouts,
+                [n for n in RolloutsConfig.model_fields if n != "groups_per_step"],
+            ),
             ("evaluation", self.evaluation, ["samples"]),
         ):
             for key in unused:

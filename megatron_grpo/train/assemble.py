@@ -135,6 +135,7 @@ def build_run(
     console: Console,
     stack: ExitStack,
 ) -> tuple[Run, Evaluator]:
+    from megatron_grpo.algorithms.advantages import has_zero_spread
     from megatron_grpo.generation.shared import SharedGenerator
     from megatron_grpo.rollouts.sources import LiveSource
     from megatron_grpo.rollouts.zarr_store import ZarrStore
@@ -161,6 +162,7 @@ def build_run(
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
+        has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
     )
     stack.callback(source.close)
     run = Run(
@@ -341,6 +343,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
     placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
+    keep_cache = config.rollouts.on_new_weights == "keep"
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
@@ -348,7 +351,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
                 f"engine {e}",
                 placement.engine_bundle(e),
                 "megatron_grpo.generation.vllm_engine:VllmEngine",
-                (engines, config.model, config.sampling),
+                (engines, config.model, config.sampling, keep_cache),
                 engine_env(engines, threads, gpu=gpu),
             )
             for e in range(engines.engines)

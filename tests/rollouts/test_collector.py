@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rollouts.fakes import FakeEnvironment, FakeGenerator, completion, decode, make_prompt
 
 from megatron_grpo.errors import RolloutError
-from megatron_grpo.rollouts.collector import Collector, GroupRequest, derived_seed
+from megatron_grpo.rollouts.assembly import derived_seed
+from megatron_grpo.rollouts.collector import Collector, GroupRequest
 from megatron_grpo.types import Observation, Prompt, Reward, RolloutGroup
 
 
@@ -22,7 +23,8 @@ def run(made: Collector, requests: list[GroupRequest]) -> list[RolloutGroup]:
     made.start(requests)
     groups: list[RolloutGroup] = []
     while made.num_groups:
-        groups += made.advance()
+        made.go_on(0)
+        groups += made.commit(made.receive())
     return groups
 
 
@@ -182,7 +184,7 @@ def test_a_completion_nobody_asked_for_is_refused():
     made = collector(generator, FakeEnvironment())
     made.start([group_request("g0", make_prompt(0), 1)])
     with pytest.raises(RolloutError, match="request g9/0: came back but nobody waits for it"):
-        made.advance()
+        made.receive()
 
 
 def test_an_environment_that_loses_a_transcript_is_an_error_not_a_shift():
