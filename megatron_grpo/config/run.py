@@ -135,12 +135,6 @@ class RolloutsConfig(Section):
     """Rollouts per prompt, at least 2: one alone has no group to compare with."""
     max_staleness: NonNegativeInt = 0
     """How many weight versions old a token may be when it is trained on; 0 is synchronous."""
-    on_new_weights: Literal["wait", "resume", "recompute", "keep"] = "wait"
-    """What becomes of rollouts that are being generated when new weights are ready. wait: the push
-    waits until they have finished. resume: they are cut off and go on from their last token under
-    the new weights. recompute: the engine swaps weights under them and computes their keys and
-    values again. keep: the same with the old keys and values, cheapest and least exact.
-    """
     oversample: Annotated[float, Field(ge=1, le=4, allow_inf_nan=False)] = 1.0
     """Groups in flight as a multiple of what is needed. Once enough are complete the slowest are
     cut off, to go on later if their tokens are still young enough, else to begin anew. 1 is off.
@@ -156,25 +150,6 @@ class RolloutsConfig(Section):
     def extra_groups(self) -> int:
         """Groups in flight beyond those that are needed."""
         return math.ceil((self.oversample - 1) * self.groups_per_step)
-
-    @model_validator(mode="after")
-    def _check_ahead(self) -> RolloutsConfig:
-        if self.max_staleness == 0 and self.on_new_weights != "wait":
-            raise ConfigError(
-                "on_new_weights",
-                "has nothing to act on under max_staleness 0, where nothing is generated while "
-                "weights change",
-                found=self.on_new_weights,
-                remedy="set max_staleness to 1 or more, or on_new_weights to wait",
-            )
-        if self.max_staleness > 0 and self.oversample > 1 and self.on_new_weights == "wait":
-            raise ConfigError(
-                "oversample",
-                "gains nothing if every push waits for the slowest rollout",
-                found=self.oversample,
-                remedy="set on_new_weights to resume, recompute or keep, or max_staleness to 0",
-            )
-        return self
 
 
 class EvaluationConfig(Section):
@@ -269,17 +244,6 @@ class RunConfig(Section):
                     found=limit,
                     remedy=f"set {key} to at least {longest}",
                 )
-        if (
-            self.rollouts.replace_rounds
-            and isinstance(self.algorithm, GrpoConfig)
-            and self.algorithm.baseline == "batch"
-        ):
-            raise ConfigError(
-                "rollouts.replace_rounds",
-                "a batch baseline learns from groups of equal rewards too",
-                found=self.rollouts.replace_rounds,
-                remedy="set it to 0, or algorithm.baseline to one of the group",
-            )
         trainable = task.rows - task.heldout_rows
         if trainable < self.rollouts.groups_per_step:
             raise ConfigError(
@@ -296,12 +260,37 @@ class RunConfig(Section):
                 found=self.engines.type,
                 remedy="pair megatron with vllm, reference with reference",
             )
-        if self.engines.type == "reference" and self.weights.running_requests != "keep":
+        self._check_ahead()
+
+    def _check_ahead(self) -> None:
+        """Generating ahead, and what is made of slow or useless groups."""
+        rollouts, rule = self.rollouts, self.weights.running_requests
+        if rollouts.max_staleness == 0 and rule != "finish":
             raise ConfigError(
                 "weights.running_requests",
-                "a reference generator only keeps its running requests",
-                found=self.weights.running_requests,
-                remedy="remove it",
+                "has nothing to act on under rollouts.max_staleness 0, where nothing is generated "
+                "while weights change",
+                found=rule,
+                remedy="set rollouts.max_staleness to 1 or more, or this to finish",
+            )
+        if rollouts.max_staleness > 0 and rollouts.oversample > 1 and rule == "finish":
+            raise ConfigError(
+                "rollouts.oversample",
+                "gains nothing if every push waits for the slowest rollout",
+                found=rollouts.oversample,
+                remedy="set weights.running_requests to abort or keep, or rollouts.max_staleness "
+                "to 0",
+            )
+        if (
+            rollouts.replace_rounds
+            and isinstance(self.algorithm, GrpoConfig)
+            and self.algorithm.baseline == "batch"
+        ):
+            raise ConfigError(
+                "rollouts.replace_rounds",
+                "a batch baseline learns from groups of equal rewards too",
+                found=rollouts.replace_rounds,
+                remedy="set it to 0, or algorithm.baseline to one of the group",
             )
 
     def _check_data(self, task: DataTask) -> None:

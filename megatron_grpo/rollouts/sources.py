@@ -8,17 +8,17 @@
     pause        nothing new; waits ----->  paused  ------- admit ---->    goes on until nothing is
                  until nothing in flight                                   in flight, then waits
     published    frees slots ------------>  free slots  ---- admit ---->   starts the next
-                                                                           prompts, and what was held
+                                                                           prompts and what is held
     close        closes, aborts requests -> closed ---------------------> cancels what is left and
     ends (any)        raised here        <-----  failure  <--------------------  any error ends the
     thread
 
-What `pause` does to requests in flight is `rollouts.on_new_weights`:
+What `pause` does to requests in flight is `weights.running_requests`:
 
-    wait       they finish under the weights they began with; the push waits for them
-    resume     they are aborted, and go on from their last token under the new weights
-    recompute  they stay at the engine, which computes their keys and values again
-    keep       they stay at the engine, with the keys and values of the old weights
+    finish      they finish under the weights they began with; the push waits for them
+    abort       they are aborted, and go on from their last token under the new weights
+    keep        they stay at the engine, which computes their keys and values again
+    keep_cache  they stay at the engine, with the keys and values of the old weights
 
 With max_staleness 0 nothing is in flight then. The generator is used from both threads: requests
 from the collecting one, `pull_weights` and `abort` from the training one.
@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_grpo.config import RolloutsConfig
+from megatron_grpo.config import RolloutsConfig, RunningRequests
 from megatron_grpo.errors import RolloutError
 from megatron_grpo.protocols import Environment, Generator, SourceState
 from megatron_grpo.rollouts.assembly import in_order
@@ -71,6 +71,7 @@ class LiveSource:
         max_new_tokens: budget of one rollout.
         seed: of the run.
         deadline_s: longest wait for any one completion, and for any sign of life.
+        running_requests: see above.
         has_spread: whether a group's rewards differ; used if rollouts.replace_rounds is set.
     """
 
@@ -84,12 +85,15 @@ class LiveSource:
         max_new_tokens: int,
         seed: int,
         deadline_s: float,
+        running_requests: RunningRequests = "finish",
         has_spread: Callable[[RolloutGroup], bool] | None = None,
     ) -> None:
         self._environment = environment
         self._fingerprint = environment.fingerprint()
         self._order = PromptOrder(environment.num_prompts("train"), seed)
         self._rollouts = rollouts
+        self._running_requests = running_requests
+        self._stay_at_engine = running_requests in ("keep", "keep_cache")
         self._max_new_tokens = max_new_tokens
         self._deadline_s = deadline_s
         self._buffer = GroupBuffer(
@@ -118,16 +122,15 @@ class LiveSource:
         return self._buffer.take(self._deadline_s + _GRACE_S, self._activity)
 
     def pause(self) -> None:
-        """Make ready for new weights, as `rollouts.on_new_weights` says; `published` ends it.
+        """Make ready for new weights, as `weights.running_requests` says; `published` ends it.
 
         Raises:
             RolloutError: requests in flight do not end in time; or whatever ended the thread.
         """
-        mode = self._rollouts.on_new_weights
-        if self._thread.ident is None or mode in ("recompute", "keep"):
+        if self._thread.ident is None or self._stay_at_engine:
             return
         self._buffer.halt()
-        if mode == "resume":
+        if self._running_requests == "abort":
             self._collector.interrupt()
         self._buffer.wait_until_idle(self._deadline_s + _GRACE_S, self._activity)
 
@@ -135,7 +138,7 @@ class LiveSource:
         self._buffer.published(version)
         if self._thread.ident is None:
             self._thread.start()
-        elif self._rollouts.on_new_weights in ("recompute", "keep"):
+        elif self._stay_at_engine:
             # What began that long ago has tokens nobody may train on: better begin it anew now.
             self._collector.interrupt(submitted_before=self._buffer.oldest_allowed)
 
@@ -268,7 +271,7 @@ class LiveSource:
         step needs.
         """
         if self._buffer.halted and (
-            self._rollouts.on_new_weights == "resume" or self._rollouts.extra_groups
+            self._running_requests == "abort" or self._rollouts.extra_groups
         ):
             self._collector.interrupt()
 

@@ -162,6 +162,7 @@ def build_run(
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
+        running_requests=config.weights.running_requests,
         has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
     )
     stack.callback(source.close)
@@ -267,6 +268,7 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
         config.sampling.temperature,
         stop_token_ids(folder),
         channel.receivers[0],
+        keep_cache=config.weights.running_requests == "keep_cache",
     )
     try:
         yield policy, generator
@@ -343,7 +345,6 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
     placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
-    keep_cache = config.rollouts.on_new_weights == "keep"
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
@@ -351,7 +352,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
                 f"engine {e}",
                 placement.engine_bundle(e),
                 "megatron_grpo.generation.vllm_engine:VllmEngine",
-                (engines, config.model, config.sampling, keep_cache),
+                (engines, config.model, config.sampling),
                 engine_env(engines, threads, gpu=gpu),
             )
             for e in range(engines.engines)
