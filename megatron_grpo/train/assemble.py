@@ -297,8 +297,8 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
 
-    world = config.policy.parallel.world_size
-    placement = plan_placement(world, 0, 1, config.cluster.gpus_per_rank)
+    parallel = config.policy.parallel
+    placement = plan_placement(parallel.world_size, 0, 1, config.cluster.gpus_per_rank, parallel)
     with RayCluster(config.cluster, placement) as cluster:
         ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
         yield ranks
@@ -344,7 +344,9 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     parallel, engines = config.policy.parallel, config.engines
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
-    placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
+    placement = plan_placement(
+        world, engines.engines, engines.tensor, config.cluster.gpus_per_rank, parallel
+    )
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
