@@ -54,10 +54,10 @@ def test_every_benchmark_is_in_the_table(gate):
     assert set(gate.scripts()) == set(gate.BENCHES)
 
 
-def test_baselines_hold_the_keys_and_a_ratio_of_every_row_that_is_compared(gate):
+def test_stored_baselines_hold_the_keys_and_a_ratio_of_every_row_that_is_compared(gate):
     for name, bench in gate.BENCHES.items():
         path = gate.BASELINES / f"{name}.json"
-        rows = gate.rows_of(json.loads(path.read_text()))
+        rows = gate.rows_of(json.loads(path.read_text())) if path.exists() else []
         for row in rows:
             assert set(bench.keys) <= set(row), (name, row)
             assert not bench.ratios or any(row.get(ratio) for ratio in bench.ratios), (name, row)
