@@ -31,6 +31,11 @@ LOOP_PHASES = {
 }
 
 
+def loop_phase(span: str) -> str:
+    """Of a span of the training thread; one this table does not know keeps its name."""
+    return LOOP_PHASES.get(span, span.replace("_", " "))
+
+
 def within(spans: Sequence[Span], names: Sequence[str], window: tuple[float, float]) -> Intervals:
     return clip(((s.start_s, s.end_s) for s in spans if s.name in names), window)
 

@@ -14,6 +14,7 @@ from grpo_perf.profile_phases import (
     LOOP_PHASES,
     RANK_PHASES,
     activity,
+    loop_phase,
     within,
     working,
 )
@@ -23,6 +24,7 @@ from grpo_perf.step_work import TrainingWork, generation_work, training_work
 from megatron_grpo.config import MegatronPolicyConfig, RunConfig, VllmGeneratorConfig
 from megatron_grpo.spans import Span
 
+LEAST_SHOWN_S = 1e-4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
@@ -129,8 +131,8 @@ def make_report(measured: Measured, hardware: Hardware) -> Report:
     window, steps = measured.window_s, measured.steps
     ends = measured.step_ends_s
     accounted = {
-        name: length(within(measured.loop, (span,), window)) / steps
-        for span, name in LOOP_PHASES.items()
+        loop_phase(span): length(within(measured.loop, (span,), window)) / steps
+        for span in dict.fromkeys(span.name for span in measured.loop)
     }
     step_s = tuple(end - start for start, end in itertools.pairwise(ends))
     ranks = [_rank_row(name, spans, measured) for name, spans in measured.ranks.items()]
@@ -159,14 +161,14 @@ def policy_of(config: RunConfig) -> MegatronPolicyConfig:
 def _phase_rows(measured: Measured, accounted: Mapping[str, float]) -> tuple[PhaseRow, ...]:
     active, steps = activity(measured), measured.steps
     rows = []
-    order = ["generate", "grade", "reference", "score", *LOOP_PHASES.values()]
+    order = ["generate", "grade", "reference", "score", *LOOP_PHASES.values(), *accounted]
     for name in dict.fromkeys(order):
         loop_s = accounted.get(name, 0.0)
         mine = active.get(name, [])
         others = union(part for n, parts in active.items() if n != name for part in parts)
         busy = length(mine) / steps
         overlapped = length(intersection(mine, others)) / steps
-        if loop_s or busy:
+        if loop_s >= LEAST_SHOWN_S or busy:
             rows.append(PhaseRow(name, loop_s, busy, busy - overlapped, overlapped))
     return tuple(rows)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_perf.intervals import clip
-from grpo_perf.profile_phases import ENGINE_PHASES, LOOP_PHASES, RANK_PHASES, working
+from grpo_perf.profile_phases import ENGINE_PHASES, RANK_PHASES, loop_phase, working
 from grpo_perf.profile_run import Measured
 from megatron_grpo.spans import Span
 
@@ -28,7 +28,8 @@ COLOURS = {
 }
 LEGEND = {"train": "train (ranks: waiting)"}
 # The training thread waits while engines generate, or goes on because they are ahead of it.
-_LOOP = {**LOOP_PHASES, "generate": "wait for rollouts"}
+_WAIT = {"generate": "wait for rollouts"}
+OTHER = "#c7c7c7"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,17 @@ class Timeline:
     def phases(self) -> list[str]:
         """That occur, in the legend's order."""
         seen = {bar.phase for lane in self.lanes for bar in lane.bars}
-        return [phase for phase in COLOURS if phase in seen]
+        return [phase for phase in COLOURS if phase in seen] + sorted(seen - set(COLOURS))
+
+    def colour(self, phase: str) -> str:
+        return COLOURS.get(phase, OTHER)
 
 
 def make_timeline(measured: Measured) -> Timeline:
     start, end = measured.window_s
     inside = {"forward": "forward", "backward": "backward"}
-    lanes = [_lane("training loop", measured.loop, [_LOOP], measured)]
+    loop = {span.name: loop_phase(span.name) for span in measured.loop} | _WAIT
+    lanes = [_lane("training loop", measured.loop, [loop], measured)]
     if measured.grading:
         lanes.append(_lane("grading", measured.grading, [{"grade": "grade"}], measured))
     for name, spans in measured.ranks.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from grpo_perf.timeline import COLOURS, LEGEND, Timeline
+from grpo_perf.timeline import LEGEND, Timeline
 
 _LANE_PX = 28
 _HEAD_PX = 8
@@ -17,6 +17,6 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
         loader=PackageLoader("grpo_perf"), autoescape=True, undefined=StrictUndefined
     )
     text = templates.get_template("timeline.html.j2").render(
-        timeline=timeline, colours=COLOURS, legend=LEGEND, lane_px=_LANE_PX, head_px=_HEAD_PX
+        timeline=timeline, legend=LEGEND, lane_px=_LANE_PX, head_px=_HEAD_PX
     )
     path.write_text(text + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from grpo_perf.timeline import COLOURS, LEGEND, Timeline
+from grpo_perf.timeline import LEGEND, Timeline
 
 # More rows than a page can hold are left to the HTML version.
 MOST_LANES = 40
@@ -24,8 +24,8 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
             axes.broken_barh(
                 [(bar.start_s, bar.end_s - bar.start_s)],
                 (row - 0.38, 0.76),
-                facecolors=COLOURS[bar.phase],
-                edgecolors=COLOURS[bar.phase],
+                facecolors=timeline.colour(bar.phase),
+                edgecolors=timeline.colour(bar.phase),
                 linewidth=0.3,  # so that the shortest can be seen
             )
     for number, end in enumerate(timeline.step_ends_s):
@@ -43,7 +43,8 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     handles = [
-        Patch(color=COLOURS[phase], label=LEGEND.get(phase, phase)) for phase in timeline.phases
+        Patch(color=timeline.colour(phase), label=LEGEND.get(phase, phase))
+        for phase in timeline.phases
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=110)
