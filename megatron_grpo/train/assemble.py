@@ -135,6 +135,7 @@ def build_run(
     console: Console,
     stack: ExitStack,
 ) -> tuple[Run, Evaluator]:
+    from megatron_grpo.algorithms.advantages import has_zero_spread
     from megatron_grpo.generation.shared import SharedGenerator
     from megatron_grpo.rollouts.sources import LiveSource
     from megatron_grpo.rollouts.zarr_store import ZarrStore
@@ -161,6 +162,8 @@ def build_run(
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
+        running_requests=config.weights.running_requests,
+        has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
     )
     stack.callback(source.close)
     run = Run(
@@ -265,6 +268,7 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
         config.sampling.temperature,
         stop_token_ids(folder),
         channel.receivers[0],
+        keep_cache=config.weights.running_requests == "keep_cache",
     )
     try:
         yield policy, generator
@@ -319,6 +323,7 @@ def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
             "megatron_grpo.policy.megatron.backend:MegatronRank",
             (config.policy, config.model, config.seed, r, world, start_s, config.reference_folder),
             rank_env,
+            nsys=r in config.cluster.nsys_ranks,
         )
         for r in range(world)
     ]

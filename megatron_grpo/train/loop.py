@@ -4,13 +4,16 @@ behind `run.phases`.
     groups -> batch -> gradients -> update -> weights to the generator -> records
 
 With `max_staleness: 0` the source waits for `published` before it generates on; with more, it runs
-ahead by so many versions. The loop is the same.
+ahead by so many versions, and `pause` decides what becomes of rollouts in flight while weights
+change. The loop is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import wait as wait_for_any
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_grpo.batch import TrainBatch
 from megatron_grpo.config import RunConfig
@@ -24,11 +27,19 @@ from megatron_grpo.protocols import (
     StepStats,
     UpdateStats,
 )
-from megatron_grpo.train.evaluate import Evaluator
-from megatron_grpo.train.heldout import HeldoutEvaluator
-from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.metrics import MetricsLog, Phases
 from megatron_grpo.train.records import StepRecord, step_record
 from megatron_grpo.train.reference_scores import ReferenceScorer
+
+
+class Evaluates(Protocol):
+    def evaluate_if_due(self, version: int) -> object: ...
+
+
+class Progress(Protocol):
+    def advance(self, values: Mapping[str, float]) -> None:
+        """A step is over; `values` are its metrics."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +51,11 @@ class Run:
     algorithm: Algorithm
     policy: PolicyBackend
     generator: Generator | None
-    evaluator: Evaluator | HeldoutEvaluator
+    evaluator: Evaluates
     store: RolloutStore
     metrics: MetricsLog
     phases: Phases
-    progress: TrainProgress
+    progress: Progress
     reference: ReferenceScorer | None = None
 
 
@@ -69,7 +80,8 @@ def train(run: Run) -> list[StepRecord]:
         with run.phases("store"):
             run.store.append(step, groups)
         seconds, sampled = run.phases.take(), run.generator is not None
-        records.append(step_record(step, groups, batch, stats, update, seconds, sampled=sampled))
+        record = step_record(step, groups, batch, stats, update, seconds, sampled=sampled)
+        records.append(record.with_metrics(run.source.metrics()))
         run.metrics.log(step, records[-1].values())
         run.progress.advance(records[-1].values())
     return records
@@ -92,6 +104,8 @@ def publish(run: Run, version: int) -> None:
     """Bring the policy's weights into the generator, evaluate if it is time, then let the source go
     on.
     """
+    with run.phases("drain"):
+        run.source.pause()
     if run.generator is not None:  # training on data needs none
         with run.phases("push_weights"):
             push_weights(run.policy, run.generator, version, run.config.weights.deadline_s)
