@@ -178,6 +178,8 @@ class VllmGeneratorConfig(Section):
     type: Literal["vllm"] = "vllm"
     engines: PositiveInt = 1
     tensor: PositiveInt = 1
+    expert: bool = False
+    """Spread the experts of a mixture whole over an engine's workers instead of cutting each."""
     dtype: DType = "auto"
     max_model_tokens: PositiveInt = 1024
     """Prompt plus completion, in tokens."""
@@ -213,6 +215,8 @@ class WeightsConfig(Section):
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""
+    verify: Literal["every", "first", "never"] = "first"
+    """Which pushes end with a check that the engines hold, tensor by tensor, what was sent."""
     running_requests: RunningRequests = "finish"
     """What becomes of rollouts being generated when new weights are ready; without
     rollouts.max_staleness there are none. finish: the push waits for them. abort: they are cut off,

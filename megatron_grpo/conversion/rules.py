@@ -58,6 +58,11 @@ class Direct:
         """Whether every expert of a layer has one of its own."""
         return "{expert}" in self.megatron
 
+    @property
+    def layered(self) -> bool:
+        """Whether every layer (of some kind) has one of its own."""
+        return "{layer}" in self.megatron
+
     def hf_names(self, layer: int, expert: int = 0) -> list[str]:
         """The Hugging Face tensors of one layer (and expert)."""
         return [name.format(layer=layer, expert=expert) for name in self.hf]

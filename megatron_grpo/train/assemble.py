@@ -334,11 +334,14 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
     from concurrent.futures import ThreadPoolExecutor
 
+    from megatron_grpo.conversion.config_json import read_model_spec
     from megatron_grpo.generation.engine_env import engine_env
     from megatron_grpo.runtime.generator_proxy import RayGenerator
     from megatron_grpo.runtime.placement import plan_placement
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
+    from megatron_grpo.weights.exchange import Exchange
+    from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 
     if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
@@ -365,9 +368,21 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
         dtype = resolve_dtype(engines.dtype, gpu=gpu)
         backend = config.weights.backend
         backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
-        senders = policy.open_channel(dtype)
-        joined = background.submit(generator.connect_weights, senders, config.weights, backend)
-        policy.connect_weights(generator.num_receivers, dtype, config.weights)
+        layers = read_model_spec(config.model.folder / "config.json").num_layers
+        exchange = Exchange(
+            policy.open_channel(),
+            PolicyLayout.of(parallel, layers),
+            FleetLayout.of(engines, layers),
+            dtype,
+            backend,
+            config.weights.bucket_bytes,
+            config.weights.deadline_s,
+            config.weights.verify,
+            config.weights.running_requests,
+            (policy.hosts, generator.hosts),
+        )
+        joined = background.submit(generator.connect_weights, exchange)
+        policy.connect_weights(exchange)
         joined.result()
         yield policy, generator
         generator.close()

@@ -15,7 +15,7 @@ the deadline. After an error the exchange is over: engines may hold half of a pu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from megatron_grpo.weights.checksums import checksum
 from megatron_grpo.weights.ends import FIELDS, PROTOCOL, End, Sums
 from megatron_grpo.weights.exchange import Exchange, policy_name, worker_name
 from megatron_grpo.weights.parts import PartTensor
+from megatron_grpo.weights.session import Session
 
 
 class CollectiveSender:
@@ -65,6 +66,8 @@ class CollectiveSender:
             device,
         )
         self._tensors = self._end.plan.tensors
+        first = {t.tensor: t for t in reversed(self._end.plan.transfers)}
+        self._firsts = frozenset(t for t in first.values() if t.source == rank)
         self._workers = [worker_name(w, exchange.fleet) for w in range(exchange.fleet.num_workers)]
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> PushReport:
@@ -93,12 +96,15 @@ class CollectiveSender:
             raise
         end.pushes += 1
         self._everything = False
-        names, sent = set(), 0
-        for line in end.lines:
-            names |= set(line.moving)
-            moved = zip(line.link.transfers, line.sent, strict=True)
-            sent += sum(end.plan.bytes_of(t) for t, is_sent in moved if is_sent)
-        return PushReport(version, len(names), sent, time.monotonic() - start)
+        moved = [t for line in end.lines for t in line.moving]
+        # Every tensor counts once, at the sender of its first slice.
+        firsts = sum(transfer in self._firsts for transfer in moved)
+        sent = sum(end.plan.bytes_of(transfer) for transfer in moved)
+        return PushReport(version, firsts, sent, time.monotonic() - start)
+
+    @property
+    def session(self) -> Session:
+        return self._end.session
 
     def send_everything_next(self) -> None:
         """Frozen tensors too: they were loaded anew."""
@@ -227,6 +233,10 @@ class CollectiveReceiver:
                 self._ranges[tensor] = min(low, start), max(high, stop)
 
     @property
+    def session(self) -> Session:
+        return self._end.session
+
+    @property
     def num_bytes(self) -> int:
         """Of everything this worker holds of the model."""
         tensors, item = self._end.plan.tensors, self._end.plan.item_bytes
@@ -281,12 +291,12 @@ class CollectiveReceiver:
             self.fail(str(cause))
             raise
 
-    def confirm(self, version: int, held: Iterable[tuple[str, Tensor]]) -> None:
+    def confirm(self, version: int, held: Iterable[tuple[Sequence[str], Tensor]]) -> None:
         """The weights of `version` are in use: tell the senders, after a check if there is one.
 
         Args:
-            held: what the engine now holds of each tensor, in any order; read only if this push is
-                checked.
+            held: what the engine now holds: of one tensor, or of several that it has fused, with
+                their names; elements in any order. Read only if this push is checked.
 
         Raises:
             WeightExchangeError: what is held is not what was sent (names the tensors).
@@ -328,7 +338,7 @@ class CollectiveReceiver:
                     )
             line.sent = [bool(sent) for sent in fields[len(FIELDS) :]]
         names = self._end.plan.tensors
-        sent = {tensor for line in self._end.lines for tensor in line.moving}
+        sent = {tensor for line in self._end.lines for tensor in line.tensors}
         self.unsent = frozenset(names[t].name for t in self._ranges if t not in sent)
         return verified
 
@@ -357,22 +367,24 @@ class CollectiveReceiver:
                 expected[tensor] = expected[tensor] + value if tensor in expected else value
         return expected
 
-    def _compare(self, held: Iterable[tuple[str, Tensor]]) -> None:
-        numbers = {tensor.name: n for n, tensor in enumerate(self._end.plan.tensors)}
-        found = {name: checksum(tensor.to(self._end.dtype)) for name, tensor in held}
-        wanted = {
-            name: v for name, n in numbers.items() if (v := self._expected.get(n)) is not None
-        }
-        problems = [f"{name} is missing" for name in wanted if name not in found]
-        problems += [f"{name} was not sent" for name in found if name not in numbers]
-        problems += [
-            f"{name} differs"
-            for name, value in wanted.items()
-            if name in found and not torch.equal(found[name].cpu(), value.cpu())
-        ]
+    def _compare(self, held: Iterable[tuple[Sequence[str], Tensor]]) -> None:
+        tensors = self._end.plan.tensors
+        wanted = {tensors[number].name: value for number, value in self._expected.items()}
+        problems: list[str] = []
+        for names, tensor in held:
+            known = [wanted.pop(name) for name in names if name in wanted]
+            if not known and self.unsent.issuperset(names):
+                continue
+            if len(known) != len(names):
+                problems += [f"{name} is held, but was not sent" for name in names]
+            elif not torch.equal(
+                checksum(tensor.to(self._end.dtype)).cpu(), torch.stack(known).sum(0).cpu()
+            ):
+                problems.append(f"{' + '.join(names)} differs")
+        problems += [f"{name} is missing" for name in wanted]
         if problems:
             raise WeightExchangeError(
                 self._name,
-                f"does not hold what was sent: {len(problems)} tensors, {', '.join(problems[:5])}",
+                f"does not hold what was sent: {len(problems)} tensors: {'; '.join(problems[:5])}",
                 remedy="report it with the model's config.json; the engine must not be used",
             )

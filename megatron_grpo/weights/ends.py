@@ -14,7 +14,7 @@ from megatron_grpo.weights.buckets import Bucket, Slot, cut_buckets, largest_buc
 from megatron_grpo.weights.checksums import checksum
 from megatron_grpo.weights.exchange import Exchange, Link, link_names, links_of
 from megatron_grpo.weights.group import LinkGroup
-from megatron_grpo.weights.plan import Plan
+from megatron_grpo.weights.plan import Plan, Transfer
 from megatron_grpo.weights.session import Session
 from megatron_grpo.weights.specs import torch_dtype
 
@@ -32,9 +32,14 @@ class Line:
     sent: list[bool] = field(default_factory=list)
 
     @property
-    def moving(self) -> list[int]:
-        """Tensors of the transfers that are part of this push."""
-        return [t.tensor for t, sent in zip(self.link.transfers, self.sent, strict=True) if sent]
+    def moving(self) -> list[Transfer]:
+        """The transfers that are part of this push."""
+        return [t for t, sent in zip(self.link.transfers, self.sent, strict=True) if sent]
+
+    @property
+    def tensors(self) -> list[int]:
+        """What they are slices of, each once."""
+        return list(dict.fromkeys(transfer.tensor for transfer in self.moving))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +98,9 @@ class End:
         """This end's buckets in the global order."""
         numbered = []
         for line in self.lines:
-            moving = [t for t, sent in zip(line.link.transfers, line.sent, strict=True) if sent]
             buckets = list(
                 cut_buckets(
-                    moving, self.plan.tensors, self.plan.item_bytes, self.exchange.bucket_bytes
+                    line.moving, self.plan.tensors, self.plan.item_bytes, self.exchange.bucket_bytes
                 )
             )
             for number, bucket in enumerate(buckets):
@@ -129,7 +133,7 @@ class Sums:
     """Checksums of the transfers of one line, in order, as their slots come by."""
 
     def __init__(self, line: Line, device: torch.device) -> None:
-        self._row = {tensor: row for row, tensor in enumerate(dict.fromkeys(line.moving))}
+        self._row = {tensor: row for row, tensor in enumerate(line.tensors)}
         self.values = torch.zeros(len(self._row), 2, dtype=torch.int64, device=device)
 
     def add(self, tensor: int, view: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
+from megatron_grpo.config import RunningRequests
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 from megatron_grpo.weights.plan import Plan, Transfer, make_plan
@@ -29,6 +30,7 @@ class Exchange:
         backend: "gloo" (CPU) or "nccl" (CUDA).
         hosts: of every policy rank and every worker, or None.
         verify: which pushes are checked against what the engines hold.
+        running_requests: what engines do with requests in flight; see WeightsConfig.
     """
 
     rendezvous: Rendezvous
@@ -39,6 +41,7 @@ class Exchange:
     bucket_bytes: int
     deadline_s: float
     verify: Verify = "first"
+    running_requests: RunningRequests = "keep"
     hosts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def to_json(self) -> str:

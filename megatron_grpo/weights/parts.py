@@ -27,7 +27,7 @@ class PartTensor(Tensor):
     (torch.Size([4, 2]), tensor([[5., 6.]]))
     """
 
-    name: str
+    label: str
     here: Tensor
     axis: int
     begin: int
@@ -40,11 +40,11 @@ class PartTensor(Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=here.dtype, device=here.device, requires_grad=False
         )
-        made.name, made.here, made.axis, made.begin = name, here, axis, begin
+        made.label, made.here, made.axis, made.begin = name, here, axis, begin
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"PartTensor({self.name}, {tuple(self.shape)})"
+        return f"PartTensor({self.label}, {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(
@@ -58,7 +58,7 @@ class PartTensor(Tensor):
         if isinstance(whole, PartTensor) and func in _KEEP:
             return whole
         if not isinstance(whole, PartTensor) or func is not _SLICE or kwargs:
-            name = next((a.name for a in args if isinstance(a, PartTensor)), "")
+            name = next((a.label for a in args if isinstance(a, PartTensor)), "")
             raise WeightExchangeError(
                 f"tensor {name}",
                 f"is here in part, and its loader wants {func} of all of it",
@@ -75,11 +75,11 @@ class PartTensor(Tensor):
         if dim != self.axis:
             here = self.here.narrow(dim, low, max(0, high - low))
             shape = (*self.shape[:dim], max(0, high - low), *self.shape[dim + 1 :])
-            return PartTensor(self.name, here, tuple(shape), self.axis, self.begin)
+            return PartTensor(self.label, here, tuple(shape), self.axis, self.begin)
         end = self.begin + self.here.shape[dim]
         if low < self.begin or high > end or step != 1:
             raise WeightExchangeError(
-                f"tensor {self.name}",
+                f"tensor {self.label}",
                 f"[{low}, {high}) along dimension {dim} is wanted; [{self.begin}, {end}) was sent",
                 remedy="this is a fault of the plan; report it",
             )
