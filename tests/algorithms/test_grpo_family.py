@@ -338,8 +338,8 @@ def test_decoupled_clipping_holds_to_the_policy_the_step_began_with_in_float64(c
 
 
 def test_clip_bounds_act_under_a_token_correction_only_if_a_step_makes_several_updates():
-    with pytest.raises(ConfigError, match=r"clip_low: would never act"):
+    with pytest.raises(ValueError, match=r"clip_low: would never act"):
         build({"correction": "unbounded"})
     build({"correction": "unbounded", "updates_per_step": 2})
-    with pytest.raises(ConfigError, match="updates_per_step: cuts the step into parts"):
+    with pytest.raises(ValueError, match="updates_per_step: cuts the step into parts"):
         build({"baseline": "batch", "updates_per_step": 2})
