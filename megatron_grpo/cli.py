@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_grpo.commands.grade import grade
 from megatron_grpo.commands.performance import plan, simulate
 from megatron_grpo.commands.train import show, train
 from megatron_grpo.errors import GrpoError
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(show)
+app.command()(grade)
 app.command()(plan)
 app.command()(simulate)
 
