@@ -36,11 +36,13 @@ CODE = (
     r"\write18{{touch {marker}}}",
 )
 _PIECES = (
-    r"\frac{ \sqrt{ \boxed{ \text{ \left( \right) \begin{pmatrix} \end{pmatrix} \sum_{i=1}^{n} \int "
-    r"\pm \cup \in \infty \log_2 \sin ^ _ { } ( ) [ ] , ; = < > & \\ $ % # @ ! | ~ ` ' "
-    "0 1 2 3 9 10 1,000 0.5 1e9 x y n i e pi and or None nan </think> <think> #### answer is "
-    "\u0000 \u200b \u202e \U0001f600 \ud83d \u0661 \u2212 \u221e \u00bd \u00b2"
-).split(" ")
+    *(r"\frac{", r"\sqrt{", r"\boxed{", r"\text{", r"\left(", r"\right)", r"\begin{pmatrix}"),
+    *(r"\end{pmatrix}", r"\sum_{i=1}^{n}", r"\int", r"\pm", r"\cup", r"\in", r"\infty", r"\log_2"),
+    *(r"\sin", r"\\", "</think>", "<think>", "####", "answer", "is", "None", "nan", "and", "or"),
+    *"^_{}()[],;=<>&$%#@!|~`'01239xynie",
+    *("10", "1,000", "0.5", "1e9", "pi", "\u0000", "\u200b", "\u202e", "\U0001f600", "\ud83d"),
+    *("\u0661", "\u2212", "\u221e", "\u00bd", "\u00b2"),
+)
 
 
 def hostile(seed: int, count: int, marker: Path, *, bombs: bool) -> list[tuple[str, str]]:

@@ -16,9 +16,7 @@ _PLAIN = re.compile(rf"{_SIGN}({_DECIMAL})")
 _REPEATING = re.compile(rf"{_SIGN}({_INTEGER})\.(\d*)\\overline\{{(\d+)\}}")
 _RATIO = re.compile(rf"{_SIGN}\(?([-+]?)({_DECIMAL})\)?/\(?([-+]?)({_DECIMAL})\)?")
 _FRAC = re.compile(rf"{_SIGN}\\frac\{{([-+]?)({_DECIMAL})\}}\{{([-+]?)({_DECIMAL})\}}")
-_MIXED = re.compile(
-    rf"{_SIGN}({_INTEGER})(?:\\frac\{{(\d+)\}}\{{(\d+)\}}|[ ](\d+)/(\d+)|[ ]\\frac\{{(\d+)\}}\{{(\d+)\}})"
-)
+_MIXED = re.compile(rf"{_SIGN}({_INTEGER})(?:[ ]?\\frac\{{(\d+)\}}\{{(\d+)\}}|[ ](\d+)/(\d+))")
 _SCIENTIFIC = re.compile(
     rf"{_SIGN}({_DECIMAL})(?:\\times10\^|\\cdot10\^|[eE])(?:\{{([-+]?\d+)\}}|([-+]?\d+))"
 )

@@ -7,6 +7,7 @@ reason is counted, and a fresh child takes the next item.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -178,7 +179,7 @@ class _Worker:
                 raise RewardError(
                     "grading worker",
                     f"did not start within {_START_S:g} s",
-                    remedy="run python -m megatron_grpo.environments.grading.worker '{}' to see why",
+                    remedy="see why with: python -m megatron_grpo.environments.grading.worker '{}'",
                 )
             self._ready = "ready" in line
 
@@ -228,10 +229,8 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-        except ProcessLookupError:
-            pass
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:

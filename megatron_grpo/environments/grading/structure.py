@@ -95,7 +95,7 @@ def is_name(text: str) -> bool:
 
 
 def is_label(text: str) -> bool:
-    """Whether this can stand before "=" as a mere name of what follows: x, f(x), angle ABC, Area."""
+    """Whether this can stand before "=" as a mere name of it: x, f(x), angle ABC, Area."""
     return _LABEL.fullmatch(text.strip()) is not None
 
 

@@ -39,11 +39,15 @@ _SYNONYMS: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 # Words that are no units where they stand behind a number.
 _NO_UNITS = frozenset(
-    "and or sin cos tan cot sec csc log ln exp sqrt pi mod gcd lcm max min det infty to if for "
-    "with where the is in".split()
+    re.findall(
+        r"\w+",
+        "and or sin cos tan cot sec csc log ln exp sqrt pi mod gcd lcm max min det infty to if "
+        "for with where the is in",
+    )
 )
-_SHORT = frozenset("m g s h l t L N J W V A K C F Hz kg km cm mm ml mL min in ft yd mi".split())
-_SHORT_TEXT = re.compile(r"[A-Za-z]{1,3}")
+_SHORT = frozenset(
+    re.findall(r"\w+", "m g s h l t L N J W V A K C F Hz kg km cm mm ml mL min in ft yd mi")
+)
 _WORD = r"[A-Za-z][A-Za-z'\-]*"
 _POWER = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
 _TAIL = re.compile(
@@ -107,9 +111,12 @@ def _unit_name(written: str, *, spelled: bool) -> str:
         return ""
     for word in words:
         bare = word.partition("^")[0]
-        if bare.lower() in _NO_UNITS and not (spelled and bare in ("min", "in", "sec")):
-            if bare not in ("min", "in"):
-                return ""
+        if (
+            bare.lower() in _NO_UNITS
+            and bare not in ("min", "in")
+            and not (spelled and bare == "sec")
+        ):
+            return ""
         if not spelled and len(bare) == 1 and bare not in _SHORT and bare != "/":
             return ""
     names: list[str] = []

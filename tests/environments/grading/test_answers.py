@@ -19,7 +19,7 @@ def test_every_answer_of_the_table_is_graded_as_a_mathematician_would(capsys):
     with GraderPool(GradingConfig(workers=2)) as pool:
         verdicts = pool.grade([(row["response"], row["answer"]) for row in ROWS])
     wrong = [
-        f"{row['response']!r} for {row['answer']!r}: {verdict.reward}, {verdict.reason} ({row['why']})"
+        f"{row['response']!r} for {row['answer']!r}: {verdict.reason} ({row['why']})"
         for row, verdict in zip(ROWS, verdicts)
         if verdict.reward != row["reward"]
     ]
