@@ -59,12 +59,15 @@ def read(text: str) -> Basic | MatrixBase:
     """math-verify's reading of LaTeX. A mixed number is a sum: 3\\frac{1}{2} is 7/2."""
     text = _MIXED.sub(r"(\1+\2)", text)
     try:
-        return latex2sympy(
+        expression = latex2sympy(
             text,
             is_real=not should_treat_as_complex(text),
             convert_degrees=False,
             normalization_config=_SPELLING,
         )
+        if not isinstance(expression, Basic | MatrixBase):
+            raise Unreadable(text)
+        return expression
     except RecursionError as error:
         raise Unreadable("nested too deeply") from error
     except MemoryError:
@@ -80,7 +83,7 @@ def _refuted(gold: Basic | MatrixBase, given: Basic | MatrixBase) -> bool:
     if not (isinstance(gold, Expr) and isinstance(given, Expr)):
         return False
     symbols = sorted(gold.free_symbols | given.free_symbols, key=str)
-    point = {symbol: Rational(1000 + 137 * i, 719) for i, symbol in enumerate(symbols)}
+    point = [(symbol, Rational(1000 + 137 * i, 719)) for i, symbol in enumerate(symbols)]
     try:
         left, right = (N(one.subs(point), 30) for one in (gold, given))
         size, difference = max(abs(left), abs(right)), abs(left - right)
