@@ -27,6 +27,7 @@ from megatron_grpo.types import (
     Prompt,
     Reward,
     RolloutGroup,
+    StartedGroup,
     Transcript,
 )
 
@@ -257,17 +258,24 @@ class PullReport:
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """Position in the data, enough to go on without repeating or skipping a prompt.
+    """Position in the data and what was made beyond it, enough to go on without repeating or
+    skipping a prompt and without making a finished rollout again.
+
+    rollouts.state_file writes and reads it.
 
     Attributes:
         next_prompt: how many prompts have been handed out since the start of the run.
         version: last published weight version.
         fingerprint: of the data the position belongs to.
-        pending: positions below next_prompt whose groups no step has taken yet; always empty when
-            synchronous.
+        pending: (position, attempt) of every prompt handed out whose group no step has taken.
+        groups: what there is of pending groups, whole ones waiting for a step included; a pending
+            group that is not here is made from nothing.
+        replaced: groups without spread that were replaced since the last step was taken.
     """
 
     next_prompt: int
     version: int
     fingerprint: str
-    pending: tuple[int, ...] = ()
+    pending: tuple[tuple[int, int], ...] = ()
+    groups: tuple[StartedGroup, ...] = ()
+    replaced: int = 0

@@ -233,6 +233,52 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialRollout:
+    """A rollout that is not finished: what came after its prompt so far. Arrays are [M], M >= 0.
+
+    Attributes:
+        index: place in its group.
+        texts: of the turns that are over.
+        turn_start: where in the arrays the turn that goes on begins.
+        requests: generation requests that were answered; the next one's seed comes from it.
+        generate_s: seconds spent on it.
+    """
+
+    index: int
+    token_ids: Int32
+    loss_mask: Bool
+    behavior_logprobs: Float32
+    versions: Int32
+    texts: tuple[str, ...] = ()
+    turn_start: int = 0
+    requests: int = 0
+    generate_s: float = 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest weight version of a sampled token, -1 when nothing was sampled."""
+        versions = self.versions[self.loss_mask]
+        return int(versions.min()) if len(versions) else -1
+
+
+@dataclass(frozen=True, slots=True)
+class StartedGroup:
+    """What there is of a group that no step has taken; whole once all its rollouts are done.
+
+    Attributes:
+        position: of its prompt in the run's sequence of prompts.
+        attempt: how often it was begun anew.
+        done: finished rollouts, in any order.
+        partial: the others, as far as anything is known of them.
+    """
+
+    position: int
+    attempt: int
+    done: tuple[Rollout, ...] = ()
+    partial: tuple[PartialRollout, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The G rollouts of one prompt; made in one place (the collector), complete from birth."""
 

@@ -124,6 +124,27 @@ def _dot(left, right, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _add_bias(logits, bias_ptr, column_ids, end, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column_ids, mask=column_ids < end, other=0.0)
+        logits += bias.to(tl.float32)[None, :]
+    return logits
+
+
+@triton.jit
+def _online_step(top, total, weighted, logits, column_inside, WITH_ENTROPY: tl.constexpr):
+    """Running (max, sum of exp, sum of exp * shifted logit) after one more tile of logits."""
+    new_top = tl.maximum(top, tl.max(tl.where(column_inside, logits, _EMPTY_MAX), 1))
+    shifted = logits - new_top[:, None]
+    exp = tl.where(column_inside, tl.exp(shifted), 0.0)
+    drop = top - new_top
+    shrink = tl.exp(drop)
+    if WITH_ENTROPY:
+        weighted = shrink * (weighted + total * drop) + tl.sum(exp * shifted, 1)
+    return new_top, total * shrink + tl.sum(exp, 1), weighted
+
+
+@triton.jit
 def stats_kernel(
     hidden_ptr,
     weight_ptr,
@@ -180,21 +201,12 @@ def stats_kernel(
             DEPTH,
             PRECISION,
         )
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + column_ids, mask=column_ids < last, other=0.0)
-            logits += bias.to(tl.float32)[None, :]
-        logits *= scale[:, None]
+        logits = _add_bias(logits, bias_ptr, column_ids, last, HAS_BIAS) * scale[:, None]
         own += tl.sum(tl.where(column_ids[None, :] == target[:, None], logits, 0.0), 1)
         column_inside = (column_ids < last)[None, :]
-        new_top = tl.maximum(top, tl.max(tl.where(column_inside, logits, _EMPTY_MAX), 1))
-        shifted = logits - new_top[:, None]
-        exp = tl.where(column_inside, tl.exp(shifted), 0.0)
-        drop = top - new_top
-        shrink = tl.exp(drop)
-        if WITH_ENTROPY:
-            weighted = shrink * (weighted + total * drop) + tl.sum(exp * shifted, 1)
-        total = total * shrink + tl.sum(exp, 1)
-        top = new_top
+        top, total, weighted = _online_step(
+            top, total, weighted, logits, column_inside, WITH_ENTROPY
+        )
         weight_ptr += COLUMNS * weight_stride
 
     parts_ptr += part * part_stride + row_ids
@@ -253,9 +265,7 @@ def gradient_kernel(
         DEPTH,
         PRECISION,
     )
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column_ids, mask=column_ids < num_columns, other=0.0)
-        logits += bias.to(tl.float32)[None, :]
+    logits = _add_bias(logits, bias_ptr, column_ids, num_columns, HAS_BIAS)
     scale = tl.load(scale_ptr + row_ids, mask=row_inside, other=1.0)
     lse = tl.load(lse_ptr + row_ids, mask=row_inside, other=0.0)
     target = tl.load(target_ptr + row_ids, mask=row_inside, other=-1)

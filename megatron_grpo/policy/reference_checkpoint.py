@@ -1,7 +1,7 @@
 """Files of the reference policy: its own checkpoints, and Hugging Face folders for others.
 
 weights.safetensors     parameters, fp32, Hugging Face names, tied ones once
-optimizer.safetensors   <name>/exp_avg and <name>/exp_avg_sq
+optimizer.safetensors   <name>/<state of its optimizer>
 state.json              format, finished optimizer steps, identity of the frozen model; written
                         last, so its presence means whole
 """
@@ -11,18 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megatron_grpo.errors import CheckpointError
+from megatron_grpo.policy.reference_optimizer import restore_moments, saved_moments, state_of
 
 _FORMAT = 2
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
@@ -40,7 +42,7 @@ def identity_of(model: PreTrainedModel | None) -> str:
 def save_state(
     folder: Path,
     model: PreTrainedModel,
-    optimizer: torch.optim.AdamW,
+    optimizers: Sequence[Optimizer],
     steps: int,
     frozen: str = "",
 ) -> None:
@@ -50,12 +52,7 @@ def save_state(
         CheckpointError: the folder cannot be written.
     """
     parameters = dict(model.named_parameters())
-    moments: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter)  # absent before the first step, when moments are 0
-        for moment in _MOMENTS:
-            value = torch.zeros_like(parameter) if state is None else state[moment]
-            moments[f"{name}/{moment}"] = value.detach().contiguous()
+    moments = saved_moments(model, optimizers)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "state.json").unlink(missing_ok=True)
@@ -70,7 +67,7 @@ def save_state(
 
 
 def load_state(
-    folder: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, frozen: str = ""
+    folder: Path, model: PreTrainedModel, optimizers: Sequence[Optimizer], frozen: str = ""
 ) -> int:
     """Fill model and optimizer from `save_state`'s files; returns the finished optimizer steps.
 
@@ -104,14 +101,17 @@ def load_state(
         )
     parameters = dict(model.named_parameters())
     expected = {name: p.shape for name, p in parameters.items()}
-    expected_moments = {f"{n}/{m}": p.shape for n, p in parameters.items() for m in _MOMENTS}
+    expected_moments = {
+        f"{name}/{key}": parameter.shape
+        for name, parameter, _, keys in state_of(model, optimizers)
+        for key in keys
+    }
     _check_shapes(folder / "weights.safetensors", expected, weights)
     _check_shapes(folder / "optimizer.safetensors", expected_moments, moments)
     steps = state["optimizer_steps"]
     for name, parameter in parameters.items():
         parameter.data.copy_(weights[name])
-        entry: dict[str, Tensor] = {m: moments[f"{name}/{m}"] for m in _MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **entry}
+    restore_moments(model, optimizers, moments, steps)
     return steps
 
 

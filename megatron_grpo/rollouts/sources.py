@@ -95,7 +95,9 @@ class LiveSource:
     def state(self) -> SourceState:
         """Where a new source goes on: groups no step has taken are generated again."""
         following, pending, version = self._buffer.position()
-        return SourceState(following, version, self._fingerprint, pending)
+        return SourceState(
+            following, version, self._fingerprint, tuple((position, 0) for position in pending)
+        )
 
     def restore(self, state: SourceState) -> None:
         """Go on from a saved position; call it before the first `published`.
@@ -110,7 +112,7 @@ class LiveSource:
                 found=state.fingerprint[:12],
                 remedy="restore the task's settings, or start a new run",
             )
-        self._buffer.set_position(state.next_prompt, state.pending)
+        self._buffer.set_position(state.next_prompt, [position for position, _ in state.pending])
 
     def counts(self) -> Counts:
         """Slots by state, and groups dropped as stale."""
