@@ -83,7 +83,7 @@ class MathTask(ProblemTask):
 
 
 class DialogueTask(ProblemTask):
-    """Several turns with an environment of the user's own, or with a tool (docs/environments.md)."""
+    """Several turns with an environment of one's own, or a tool (docs/environments.md)."""
 
     type: Literal["dialogue"] = "dialogue"
     environment: str

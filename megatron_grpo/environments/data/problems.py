@@ -1,4 +1,4 @@
-"""Rows of the sources of a task as prompts: mapped, filtered, without doubles, split, and counted."""
+"""Rows of a task's sources as prompts: mapped, filtered, without doubles, split and counted."""
 
 from __future__ import annotations
 
