@@ -223,6 +223,8 @@ class ClusterConfig(Section):
     """The Ray cluster: joined when `address` is given, else started on this machine for the run."""
 
     address: str | None = None
+    nodes: PositiveInt = 1
+    """Nodes to wait for after joining, up to placement_deadline_s."""
     gpus_per_rank: Annotated[int, Field(ge=0, le=1)] = 0
     """1: each policy rank and engine worker gets a GPU. 0: everything runs on CPUs."""
     placement_deadline_s: PositiveFloat = 120.0

@@ -10,15 +10,18 @@ the driver imports neither Megatron nor vLLM.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -26,7 +29,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import ClusterError, GrpoError
-from megatron_grpo.runtime.placement import Placement, check_placement
+from megatron_grpo.runtime.placement import Bundle, Node, Placement, assign, missing
+
+_log = logging.getLogger(__name__)
+# A node's own resource, of which a bundle takes so little that any number of them finds room.
+_PIN = 1e-3
+_REPORT_EVERY_S = 30.0
 
 
 class Host:
@@ -62,11 +70,11 @@ class RayCluster:
     """
 
     def __init__(self, config: ClusterConfig, placement: Placement) -> None:
-        """Connect, refuse impossible placements at once, and reserve the bundles.
+        """Connect, wait for nodes, refuse impossible placements at once, and reserve the bundles.
 
         Raises:
-            ClusterError: no cluster, an impossible placement, or resources still missing at the
-                deadline.
+            ClusterError: no cluster, missing nodes, an impossible placement, or resources still
+                missing at the deadline.
         """
         self._config = config
         self._placement = placement
@@ -74,27 +82,29 @@ class RayCluster:
         self._group: PlacementGroup | None = None
         _connect(config, placement)
         try:
-            nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-            check_placement(placement, nodes)
-            self._group = self._reserve(placement, nodes)
+            self._placement = assign(placement, _wait_for_nodes(config))
+            self._group = self._reserve(self._placement)
         except BaseException:
             self.close()
             raise
 
-    def _reserve(
-        self, placement: Placement, nodes: Sequence[Mapping[str, float]]
-    ) -> PlacementGroup:
-        group = placement_group([b.resources() for b in placement.bundles], strategy="PACK")
-        if not group.wait(self._config.placement_deadline_s):
-            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-            remove_placement_group(group)
-            raise ClusterError(
-                "placement",
-                f"{len(placement.bundles)} bundles not granted within "
-                f"{self._config.placement_deadline_s:g} s; free now: {free} on {len(nodes)} nodes",
-                remedy="see `ray status` for who holds the rest",
-            )
-        return group
+    def _reserve(self, placement: Placement) -> PlacementGroup:
+        """Wait for the bundles, and say from time to time what is still held by others."""
+        group = placement_group([_pinned(b) for b in placement.bundles], strategy="PACK")
+        deadline_s = self._config.placement_deadline_s
+        started = time.monotonic()
+        while (left := started + deadline_s - time.monotonic()) > 0:
+            if group.wait(min(_REPORT_EVERY_S, left)):
+                return group
+            _log.warning("waiting for resources: %s", missing(placement, _free_resources()))
+        lacks = missing(placement, _free_resources())
+        remove_placement_group(group)
+        raise ClusterError(
+            "placement",
+            f"{len(placement.bundles)} bundles not granted within {deadline_s:g} s: "
+            f"{lacks or 'every node has enough now'}",
+            remedy="see `ray status` for who holds the rest",
+        )
 
     def start(
         self,
@@ -138,6 +148,53 @@ class RayCluster:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _pinned(bundle: Bundle) -> dict[str, float]:
+    return {**bundle.resources(), f"node:{bundle.node}": _PIN}
+
+
+def _wait_for_nodes(config: ClusterConfig) -> list[Node]:
+    """The cluster's nodes, once there are enough of them."""
+    started = time.monotonic()
+    while True:
+        nodes = [_node(node) for node in ray.nodes() if node["Alive"]]
+        if len(nodes) >= config.nodes:
+            return nodes
+        if time.monotonic() - started > config.placement_deadline_s:
+            raise ClusterError(
+                "cluster.nodes",
+                f"{len(nodes)} of {config.nodes} nodes joined within "
+                f"{config.placement_deadline_s:g} s: {', '.join(node.name for node in nodes)}",
+                remedy="see the Ray logs of the others (a launched job keeps them beside its own)",
+            )
+        time.sleep(0.5)
+
+
+def _node(entry: Mapping[str, Mapping[str, float]]) -> Node:
+    """Ray's description of a node; launchers tell domain and role by resources of their own."""
+    resources = entry["Resources"]
+    return Node(
+        name=str(entry["NodeManagerAddress"]),
+        gpus=int(resources.get("GPU", 0)),
+        cpus=int(resources.get("CPU", 0)),
+        domain=_told(resources, "grpo:domain:", ""),
+        role=_told(resources, "grpo:role:", "any"),
+    )
+
+
+def _told(resources: Mapping[str, float], prefix: str, default: str) -> str:
+    return next((name[len(prefix) :] for name in resources if name.startswith(prefix)), default)
+
+
+def _free_resources() -> dict[str, Mapping[str, float]]:
+    """What nobody holds, by node address."""
+    free = available_resources_per_node()
+    return {
+        str(node["NodeManagerAddress"]): free.get(node["NodeID"], {})
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 def _connect(config: ClusterConfig, placement: Placement) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,8 @@ from megatron_grpo.train.data_summary import (
     summarize_data,
     write_data_summary,
 )
-from megatron_grpo.train.evaluate import Evaluation, Evaluator
+from megatron_grpo.train.evaluate import Evaluator
+from megatron_grpo.train.evaluation_report import report_evaluation
 from megatron_grpo.train.loop import Run, train
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
 from megatron_grpo.train.reference_scores import ReferenceScorer
@@ -95,7 +96,7 @@ def run_on_data(config: RunConfig, console: Console) -> DataSummary:
     from megatron_grpo.train.data_run import build_data_run
 
     started = time.perf_counter()
-    if config.task.type == "reasoning_gym":
+    if config.task.type not in ("chats", "preferences"):
         raise ConfigError("task.type", "holds no rows to train on")
     data = load_data(config.task, ChatTokenizer(config.model.folder))
     with ExitStack() as stack:
@@ -151,7 +152,7 @@ def build_run(
         config.steps,
         config.cluster.step_deadline_s,
         config.seed,
-        report=lambda result: report_evaluation(result, metrics, console),
+        report=lambda result: report_evaluation(result, metrics, console, folder),
     )
     source = LiveSource(
         environment,
@@ -161,6 +162,7 @@ def build_run(
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
+        mixture=mixture_of(environment),
     )
     stack.callback(source.close)
     run = Run(
@@ -194,28 +196,34 @@ def build_grpo(config: RunConfig) -> Algorithm:
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
 
 
-def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console) -> None:
-    metrics.log(
-        result.version,
-        {"heldout_accuracy": result.accuracy, "heldout_tokens_mean": result.mean_tokens},
-    )
-    console.print(
-        f"held-out accuracy after {result.version} steps: [bold]{result.accuracy:.3f}[/bold] "
-        f"± {result.standard_error:.3f} ({result.problems} problems x {result.samples} samples)"
-    )
-
-
 def build_environment(config: RunConfig, tokenizer) -> Environment:
-    from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
+    """What the task's `type` names; the tokenizer is the model's."""
+    limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
+    match config.task.type:
+        case "reasoning_gym":
+            from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
 
-    if config.task.type != "reasoning_gym":
-        raise ConfigError("task.type", "poses no problems to sample answers for")
-    return ReasoningGymEnvironment(
-        config.task,
-        tokenizer,
-        max_prompt_tokens=config.rollouts.max_prompt_tokens,
-        groups_per_step=config.rollouts.groups_per_step,
-    )
+            return ReasoningGymEnvironment(config.task, tokenizer, *limits)
+        case "math":
+            from megatron_grpo.environments.maths import MathEnvironment
+
+            return MathEnvironment(config.task, tokenizer, *limits)
+        case "dialogue":
+            from megatron_grpo.environments.interactive import DialogueEnvironment
+
+            return DialogueEnvironment(config.task, tokenizer, *limits)
+        case _:
+            raise ConfigError("task.type", "poses no problems to sample answers for")
+
+
+def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:
+    """(rows, weight) of the training sources of environments that read files."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
+
+    if isinstance(environment, MathEnvironment | DialogueEnvironment):
+        return environment.problems.mixture
+    return None
 
 
 def check_model_folder(folder: Path, key: str = "model.path") -> None:
@@ -293,8 +301,8 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
 
-    world = config.policy.parallel.world_size
-    placement = plan_placement(world, 0, 1, config.cluster.gpus_per_rank)
+    parallel = config.policy.parallel
+    placement = plan_placement(parallel.world_size, 0, 1, config.cluster.gpus_per_rank, parallel)
     with RayCluster(config.cluster, placement) as cluster:
         ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
         yield ranks
@@ -340,7 +348,9 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     parallel, engines = config.policy.parallel, config.engines
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
-    placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
+    placement = plan_placement(
+        world, engines.engines, engines.tensor, config.cluster.gpus_per_rank, parallel
+    )
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [

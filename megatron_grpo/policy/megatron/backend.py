@@ -45,6 +45,7 @@ from megatron_grpo.policy.megatron.export import (
     stored_tensors,
 )
 from megatron_grpo.policy.megatron.frozen import FrozenWeights
+from megatron_grpo.policy.megatron.mixture import check_stages
 from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine, Totals
@@ -137,6 +138,7 @@ class MegatronRank:
         """
         source = HfFolder(self._model.folder)
         self._config.parallel.check_model(source.spec.shape)
+        check_stages(source.spec, self._config.parallel)
         device = prepare_device(self._config.threads_per_rank)
         self._join(rendezvous, device)
         use_te = choose_transformer_engine(self._config.transformer_engine, device)
@@ -349,12 +351,11 @@ class MegatronRank:
         start = time.monotonic()
         self._sync_parameters()
         report = PushReport(version, 0, 0, 0.0)
-        if mesh.holds_first_replica():
-            tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
-            if mesh.is_stage_root():
-                report = self._send(version, tensors)
-            for _ in tensors:  # peers of a root take part in its gathers
-                pass
+        tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
+        if mesh.is_stage_root():
+            report = self._send(version, tensors)
+        for _ in tensors:  # peers of a root take part in its gathers
+            pass
         return PushReport(version, report.num_tensors, report.sent_bytes, time.monotonic() - start)
 
     def _send(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> PushReport:
