@@ -36,6 +36,6 @@ def evaluate(
     from megatron_grpo.config import load_config
 
     resolved = load_config(config, overrides or [])
-    from megatron_grpo.train.assemble import run_evaluation
+    from megatron_grpo.train.evaluation_run import run_evaluation
 
     run_evaluation(resolved, checkpoint, output, wide_console())
