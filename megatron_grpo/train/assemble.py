@@ -152,7 +152,9 @@ def build_run(
         config.steps,
         config.cluster.step_deadline_s,
         config.seed,
-        report=lambda result: report_evaluation(result, metrics, console, folder),
+        report=lambda result, problems: report_evaluation(
+            result, problems, metrics, console, folder
+        ),
     )
     source = LiveSource(
         environment,

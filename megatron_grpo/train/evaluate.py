@@ -4,7 +4,7 @@ happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,15 +12,7 @@ import numpy as np
 from megatron_grpo.config import EvaluationConfig
 from megatron_grpo.protocols import Environment, Generator
 from megatron_grpo.rollouts.collector import Collector, GroupRequest
-from megatron_grpo.train.evaluation_scores import (
-    Estimate,
-    Problem,
-    Sample,
-    estimate,
-    majority,
-    pass_at_k,
-    powers_of_two,
-)
+from megatron_grpo.train.evaluation_scores import Problem, Sample, estimate, score_problems
 from megatron_grpo.types import Int32, Rollout, RolloutGroup
 
 
@@ -31,10 +23,9 @@ class Evaluation:
     Attributes:
         accuracy: mean reward over problems and samples: pass@1 for rewards of 0 and 1.
         standard_error: of that mean, over problems.
-        pass_at: k -> unbiased pass@k; a pass is a reward of 1.
-        majority: maj@samples; None where the environment does not extract answers.
         mean_tokens: sampled by the policy, per rollout.
-        problem_results: every problem with all its samples.
+        scores: "pass_at_K", unbiased, where a pass is a reward of 1; "majority_at_K" if the
+            environment extracts answers.
     """
 
     version: int
@@ -44,9 +35,17 @@ class Evaluation:
     samples: int
     mean_tokens: float
     truncated_fraction: float
-    pass_at: Mapping[int, Estimate] = field(default_factory=dict)
-    majority: Estimate | None = None
-    problem_results: tuple[Problem, ...] = ()
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """As logged."""
+        return {
+            "heldout_accuracy": self.accuracy,
+            "heldout_accuracy_standard_error": self.standard_error,
+            "heldout_tokens_mean": self.mean_tokens,
+            "heldout_truncated_fraction": self.truncated_fraction,
+            **{f"heldout_{name}": score for name, score in self.scores.items()},
+        }
 
 
 class Evaluator:
@@ -62,7 +61,7 @@ class Evaluator:
         last_version: int,
         deadline_s: float,
         seed: int,
-        report: Callable[[Evaluation], None],
+        report: Callable[[Evaluation, Sequence[Problem]], None],
     ) -> None:
         self._config = config
         self._environment = environment
@@ -77,12 +76,16 @@ class Evaluator:
     def is_due(self, version: int) -> bool:
         return is_due(version, self._last_version, self._config.every)
 
-    def evaluate_if_due(self, version: int) -> None:
-        if self.is_due(version):
-            self.results.append(self.evaluate(version))
-            self._report(self.results[-1])
+    def evaluate_if_due(self, version: int) -> dict[str, float]:
+        """Metrics of this version; none if it is not its turn."""
+        if not self.is_due(version):
+            return {}
+        problems = self.sample()
+        self.results.append(scored(version, problems))
+        self._report(self.results[-1], problems)
+        return self.results[-1].metrics()
 
-    def evaluate(self, version: int) -> Evaluation:
+    def sample(self) -> list[Problem]:
         """Sample every held-out problem and grade. Seeds do not depend on the version, so
         evaluations differ by weights only.
         """
@@ -102,36 +105,31 @@ class Evaluator:
         while self._collector.num_groups:
             for group in self._collector.advance():
                 done[group.prompt.prompt_id] = group
-        return scored(version, [done[prompt.prompt_id] for prompt in prompts])
+        return [_problem(done[prompt.prompt_id]) for prompt in prompts]
 
 
-def scored(version: int, groups: list[RolloutGroup]) -> Evaluation:
-    """All numbers of one evaluation from its groups, one per problem."""
-    problems = tuple(
-        Problem(
-            group.prompt.prompt_id,
-            group.prompt.text,
-            group.prompt.answer,
-            tuple(_sample(rollout) for rollout in group.rollouts),
-        )
-        for group in groups
-    )
+def scored(version: int, problems: Sequence[Problem]) -> Evaluation:
+    """All numbers of one evaluation."""
     samples = [sample for problem in problems for sample in problem.samples]
-    count = len(problems[0].samples)
     accuracy = estimate([problem.mean_reward for problem in problems])
-    right = [sum(sample.right for sample in problem.samples) for problem in problems]
-    extracts = any(sample.extracted for sample in samples)
     return Evaluation(
         version,
         accuracy.value,
         accuracy.standard_error,
         len(problems),
-        count,
+        len(problems[0].samples),
         float(np.mean([sample.tokens for sample in samples])),
         float(np.mean([sample.truncated for sample in samples])),
-        {k: estimate([pass_at_k(count, c, k) for c in right]) for k in powers_of_two(count)},
-        estimate([majority(problem.samples) for problem in problems]) if extracts else None,
-        problems,
+        {name: score.value for name, score in score_problems(problems).items()},
+    )
+
+
+def _problem(group: RolloutGroup) -> Problem:
+    return Problem(
+        group.prompt.prompt_id,
+        group.prompt.text,
+        group.prompt.answer,
+        tuple(_sample(rollout) for rollout in group.rollouts),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,77 +11,66 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_grpo.train.evaluate import Evaluation
-from megatron_grpo.train.evaluation_scores import Estimate, Problem
+from megatron_grpo.train.evaluation_scores import Estimate, Problem, score_problems
 from megatron_grpo.train.metrics import MetricsLog
 
 _SHOWN_PROBLEMS = 40
 
 
 def report_evaluation(
-    result: Evaluation, metrics: MetricsLog, console: Console, folder: Path
+    result: Evaluation,
+    problems: Sequence[Problem],
+    metrics: MetricsLog,
+    console: Console,
+    folder: Path,
 ) -> None:
     """During training: metrics.jsonl, evaluations/step_N.json and one line."""
-    metrics.log(result.version, evaluation_metrics(result))
-    write_evaluation(result, folder / "evaluations" / f"step_{result.version}.json")
+    metrics.log(result.version, result.metrics())
+    write_evaluation(result, problems, folder / "evaluations" / f"step_{result.version}.json")
     console.print(
         f"held-out accuracy after {result.version} steps: [bold]{result.accuracy:.3f}[/bold] "
         f"± {result.standard_error:.3f} ({result.problems} problems x {result.samples} samples)"
     )
 
 
-def evaluation_metrics(result: Evaluation) -> dict[str, float]:
-    """Flat names and numbers, as logged."""
-    values = {
-        "heldout_accuracy": result.accuracy,
-        "heldout_accuracy_standard_error": result.standard_error,
-        "heldout_tokens_mean": result.mean_tokens,
-        "heldout_truncated_fraction": result.truncated_fraction,
-    }
-    values |= {f"heldout_pass_at_{k}": pass_k.value for k, pass_k in result.pass_at.items()}
-    if result.majority is not None:
-        values[f"heldout_majority_at_{result.samples}"] = result.majority.value
-    return values
-
-
-def write_evaluation(result: Evaluation, path: Path) -> None:
+def write_evaluation(result: Evaluation, problems: Sequence[Problem], path: Path) -> None:
     """Everything, with every sample of every problem, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    interval = Estimate(result.accuracy, result.standard_error)
+    accuracy = Estimate(result.accuracy, result.standard_error)
     content = {
         "version": result.version,
         "problems": result.problems,
         "samples": result.samples,
-        "accuracy": _interval(interval),
-        "pass_at": {str(k): _interval(pass_k) for k, pass_k in result.pass_at.items()},
-        "majority": None if result.majority is None else _interval(result.majority),
+        "accuracy": _interval(accuracy),
+        **{name: _interval(score) for name, score in score_problems(problems).items()},
         "tokens_mean": result.mean_tokens,
         "truncated_fraction": result.truncated_fraction,
-        "problem_results": [asdict(problem) for problem in result.problem_results],
+        "problem_results": [asdict(problem) for problem in problems],
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def print_evaluation(result: Evaluation, console: Console, *, title: str) -> None:
+def print_evaluation(
+    result: Evaluation, problems: Sequence[Problem], console: Console, *, title: str
+) -> None:
     """Scores with their 95% intervals, then the problems."""
     scores = Table(title=title, title_style="bold")
     for column in ("", "score", "95% interval"):
-        scores.add_column(column, justify="left" if not column else "right")
-    accuracy = Estimate(result.accuracy, result.standard_error)
-    rows = [(f"accuracy, mean of {result.samples} samples", accuracy)]
-    rows += [(f"pass@{k}", pass_k) for k, pass_k in result.pass_at.items() if k > 1]
-    if result.majority is not None:
-        rows.append((f"majority of {result.samples}", result.majority))
-    for name, score in rows:
+        scores.add_column(column, justify="right" if column else "left")
+    rows = {f"accuracy, mean of {result.samples}": Estimate(result.accuracy, result.standard_error)}
+    for name, score in score_problems(problems).items():
+        rows[name.replace("_at_", "@")] = score
+    for name, score in rows.items():
         scores.add_row(name, f"{score.value:.4f}", f"{score.low:.3f} to {score.high:.3f}")
     console.print(scores)
     console.print(
         f"{result.problems} problems; {result.mean_tokens:.0f} tokens per answer, "
         f"{result.truncated_fraction:.1%} truncated"
     )
-    console.print(_problems(result.problem_results))
+    console.print(_problems(problems))
 
 
-def _problems(problems: tuple[Problem, ...]) -> Table:
+def _problems(problems: Sequence[Problem]) -> Table:
     """The hardest problems first."""
     table = Table(title="problems, hardest first", title_style="bold")
     for column in ("problem", "answer", "right", "tokens", "cut off", "most frequent answer"):

@@ -16,7 +16,7 @@ from megatron_grpo.train.assemble import (
     cluster_backends,
     reference_backends,
 )
-from megatron_grpo.train.evaluate import Evaluation, Evaluator
+from megatron_grpo.train.evaluate import Evaluation, Evaluator, scored
 from megatron_grpo.train.evaluation_report import print_evaluation, write_evaluation
 from megatron_grpo.train.loop import push_weights
 
@@ -66,11 +66,12 @@ def run_evaluation(
             0,
             config.cluster.step_deadline_s,
             config.seed,
-            report=lambda _: None,
+            report=lambda *_: None,
         )
-        result = evaluator.evaluate(0)
-    print_evaluation(result, console, title=f"{where}")
+        problems = evaluator.sample()
+    result = scored(0, problems)
+    print_evaluation(result, problems, console, title=f"{where}")
     path = output or where / "evaluation.json"
-    write_evaluation(result, path)
+    write_evaluation(result, problems, path)
     console.print(f"every sample is in [bold]{path}[/bold]")
     return result

@@ -113,3 +113,18 @@ def powers_of_two(limit: int) -> list[int]:
     """
     ks = [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
     return ks if ks[-1] == limit else [*ks, limit]
+
+
+def score_problems(problems: Sequence[Problem]) -> dict[str, Estimate]:
+    """pass_at_K for the K of `powers_of_two`, and majority_at_K if answers were extracted."""
+    count = len(problems[0].samples)
+    right = [sum(sample.right for sample in problem.samples) for problem in problems]
+    scores = {
+        f"pass_at_{k}": estimate([pass_at_k(count, c, k) for c in right])
+        for k in powers_of_two(count)
+    }
+    if any(sample.extracted for problem in problems for sample in problem.samples):
+        scores[f"majority_at_{count}"] = estimate(
+            [majority(problem.samples) for problem in problems]
+        )
+    return scores

@@ -175,7 +175,7 @@ def test_f4_a_function_that_returns_nothing_ends_the_run_with_its_name(tokenizer
     environment = build(tokenizer, "megatron_grpo.environments.calculator:Calculator")
     monkeypatch.setattr(environment, "_reply", lambda question, turns: None)
     transcript = Transcript(environment.prompt("train", 0), ("5",), "stop")
-    with pytest.raises(RewardError, match="neither text nor a finite number.*'None'"):
+    with pytest.raises(RewardError, match=r"neither text nor a finite number.*'None'"):
         environment.respond([transcript])
     monkeypatch.setattr(environment, "_reply", lambda question, turns: "go on")
     assert isinstance(environment.respond([transcript])[0], Observation)

@@ -82,6 +82,7 @@ def test_the_command_scores_the_model_that_training_wrote_as_training_did(folder
     assert scores["problem_results"] == last["problem_results"]
     [first, *_] = scores["problem_results"]
     assert len(scores["problem_results"]) == 3 and len(first["samples"]) == 4
-    assert set(scores["pass_at"]) == {"1", "2", "4"} and scores["majority"] is None
+    assert {"pass_at_1", "pass_at_2", "pass_at_4"} <= set(scores)
+    assert "majority_at_4" not in scores  # this environment extracts no answer
     lengths = [s["tokens"] for p in scores["problem_results"] for s in p["samples"]]
     assert scores["tokens_mean"] == pytest.approx(sum(lengths) / 12)
