@@ -22,7 +22,6 @@ from typing import cast
 from megatron_grpo.config.data import DialogueTask
 from megatron_grpo.environments.chat import ChatTokenizer
 from megatron_grpo.environments.data.problems import load_problems
-from megatron_grpo.environments.grading.grade import usable
 from megatron_grpo.errors import RewardError
 from megatron_grpo.protocols import Split
 from megatron_grpo.types import Observation, Prompt, Reward, Transcript
@@ -98,13 +97,7 @@ class DialogueEnvironment:
         self._task = task
         self._tokenizer = tokenizer
         self._reply = load_reply(task.environment, task.arguments)
-        self.problems = load_problems(
-            task,
-            tokenizer,
-            lambda answers: [usable(answer) for answer in answers],
-            max_prompt_tokens,
-            groups_per_step,
-        )
+        self.problems = load_problems(task, tokenizer, max_prompt_tokens, groups_per_step)
 
     def num_prompts(self, split: Split) -> int:
         return len(self.problems.splits[split])

@@ -33,14 +33,8 @@ class MathEnvironment:
         max_prompt_tokens: int,
         groups_per_step: int,
     ) -> None:
+        self.problems = load_problems(task, tokenizer, max_prompt_tokens, groups_per_step)
         self._grader = GraderPool(task.grading)
-        try:
-            self.problems = load_problems(
-                task, tokenizer, self._grader.usable, max_prompt_tokens, groups_per_step
-            )
-        except BaseException:
-            self._grader.close()
-            raise
 
     def num_prompts(self, split: Split) -> int:
         return len(self.problems.splits[split])

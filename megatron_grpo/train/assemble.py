@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_grpo.config import RunConfig, dump_config
+from megatron_grpo.config import (
+    ChatTask,
+    DialogueTask,
+    MathTask,
+    PreferenceTask,
+    ReasoningGymTask,
+    RunConfig,
+    dump_config,
+)
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
@@ -96,7 +104,7 @@ def run_on_data(config: RunConfig, console: Console) -> DataSummary:
     from megatron_grpo.train.data_run import build_data_run
 
     started = time.perf_counter()
-    if config.task.type not in ("chats", "preferences"):
+    if not isinstance(config.task, ChatTask | PreferenceTask):
         raise ConfigError("task.type", "holds no rows to train on")
     data = load_data(config.task, ChatTokenizer(config.model.folder))
     with ExitStack() as stack:
@@ -200,22 +208,19 @@ def build_grpo(config: RunConfig) -> Algorithm:
 
 def build_environment(config: RunConfig, tokenizer) -> Environment:
     """What the task's `type` names; the tokenizer is the model's."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
+    from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
+
     limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
-    match config.task.type:
-        case "reasoning_gym":
-            from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
-
+    match config.task:
+        case ReasoningGymTask():
             return ReasoningGymEnvironment(config.task, tokenizer, *limits)
-        case "math":
-            from megatron_grpo.environments.maths import MathEnvironment
-
+        case MathTask():
             return MathEnvironment(config.task, tokenizer, *limits)
-        case "dialogue":
-            from megatron_grpo.environments.interactive import DialogueEnvironment
-
+        case DialogueTask():
             return DialogueEnvironment(config.task, tokenizer, *limits)
-        case _:
-            raise ConfigError("task.type", "poses no problems to sample answers for")
+    raise ConfigError("task.type", "poses no problems to sample answers for")
 
 
 def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:

@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from contracts.environment import EnvironmentContract, all_prompts
+from contracts.environment import EnvironmentContract
 from toy import ASSISTANT, USER, ids_of, save_toy_tokenizer
 
 from megatron_grpo.config import load_config
 from megatron_grpo.config.data import MathTask
 from megatron_grpo.environments.chat import ChatTokenizer
+from megatron_grpo.environments.data.problems import Problems, load_problems
 from megatron_grpo.environments.maths import MathEnvironment
 from megatron_grpo.errors import ConfigError
-from megatron_grpo.types import Reward, Transcript
+from megatron_grpo.types import Prompt, Reward, Transcript
 
 CONFIGS = Path(__file__).parents[2] / "configs/data"
 SAMPLES = {
@@ -39,17 +40,22 @@ def rows_file(folder, rows) -> str:
     return str(path)
 
 
-def build(tokenizer, max_prompt_tokens=600, groups_per_step=1, **task):
-    settings = {"grading": {"workers": 1}, **task}
-    return MathEnvironment(
-        MathTask.model_validate(settings), tokenizer, max_prompt_tokens, groups_per_step
+def load(tokenizer, max_prompt_tokens=600, groups_per_step=1, **task) -> Problems:
+    return load_problems(
+        MathTask.model_validate(task), tokenizer, max_prompt_tokens, groups_per_step
     )
+
+
+def both_splits(problems: Problems) -> list[Prompt]:
+    return [*problems.splits["train"], *problems.splits["heldout"]]
 
 
 @pytest.fixture(scope="module")
 def environments(tokenizer):
     sources = {"train": {"gsm8k": {"path": "shipped:gsm8k_sample", "problem": "question"}}}
-    made = [build(tokenizer, **sources, heldout_rows=8, seed=seed) for seed in (0, 0, 1)]
+    settings = {**sources, "heldout_rows": 8, "grading": {"workers": 1}}
+    tasks = [MathTask.model_validate({**settings, "seed": seed}) for seed in (0, 0, 1)]
+    made = [MathEnvironment(task, tokenizer, 600, 1) for task in tasks]
     yield made
     for one in made:
         one.close()
@@ -83,19 +89,18 @@ def test_rows_are_filtered_and_every_loss_is_counted(tokenizer, tmp_path):
     rows += [rows[0], {"q": "What  is 1+1?", "a": 2}]  # duplicates, also but for spaces
     rows += [{"q": "Say something", "a": a} for a in ("", None, "???")][:1]
     rows += [{"q": "x?", "a": 1}, {"q": "long " * 30, "a": 1}, {"q": "None?", "a": "None"}]
-    environment = build(
+    problems = load(
         tokenizer,
         max_prompt_tokens=50,
         train={"x": {"path": rows_file(tmp_path, rows), "problem": "q", "answer": "a"}},
         heldout_rows=2,
         min_prompt_tokens=6,
     )
-    environment.close()
-    counts = environment.problems.counts["train/x"]
+    counts = problems.counts["train/x"]
     assert (counts.rows, counts.duplicates, counts.unusable) == (16, 2, 2)
     assert (counts.too_short, counts.too_long, counts.kept) == (1, 1, 10)
-    assert (environment.num_prompts("train"), environment.num_prompts("heldout")) == (8, 2)
-    assert environment.problems.mixture == ((8, 1.0),)
+    assert [len(problems.splits[split]) for split in ("train", "heldout")] == [8, 2]
+    assert problems.mixture == ((8, 1.0),)
     assert (
         str(counts)
         == "10 of 16 rows (2 duplicates, 1 too short, 1 too long, 2 without a usable answer)"
@@ -104,31 +109,29 @@ def test_rows_are_filtered_and_every_loss_is_counted(tokenizer, tmp_path):
 
 def test_prompts_are_asked_as_the_source_says_or_else_the_task(tokenizer, tmp_path):
     path = rows_file(tmp_path, [{"problem": f"{i}?", "answer": i} for i in range(3)])
-    environment = build(
+    problems = load(
         tokenizer,
         train={"a": {"path": path, "prompt_suffix": "!", "system_prompt": "S"}},
         heldout={"b": {"path": "shipped:aime24_sample"}},
         prompt_suffix=" Go",
     )
-    environment.close()
-    prompt = environment.prompt("train", 0)
+    prompt = problems.splits["train"][0]
     number = prompt.prompt_id.removeprefix("a/")
     assert prompt.token_ids.tolist() == [
         USER, *ids_of("S"), USER, *ids_of(f"{number}?!"), ASSISTANT,
     ]  # fmt: skip
-    assert environment.prompt("heldout", 0).text.endswith(" Go<assistant>")
+    assert problems.splits["heldout"][0].text.endswith(" Go<assistant>")
 
 
 def test_a_question_that_is_held_out_is_not_trained_on(tokenizer, tmp_path):
     path = rows_file(tmp_path, [{"problem": f"{i}?", "answer": i} for i in range(6)])
     held = tmp_path / "held.jsonl"
     held.write_text('{"problem": "3?", "answer": 3}')
-    environment = build(tokenizer, train={"a": {"path": path}}, heldout={"b": {"path": str(held)}})
-    environment.close()
-    assert sorted(p.text for p in all_prompts(environment)).count("<user>3?<assistant>") == 1
-    assert environment.num_prompts("train") == 5
+    problems = load(tokenizer, train={"a": {"path": path}}, heldout={"b": {"path": str(held)}})
+    assert sorted(p.text for p in both_splits(problems)).count("<user>3?<assistant>") == 1
+    assert len(problems.splits["train"]) == 5
     with pytest.raises(ConfigError, match="leaves no training prompt"):
-        build(tokenizer, train={"a": {"path": str(held)}}, heldout={"b": {"path": path}})
+        load(tokenizer, train={"a": {"path": str(held)}}, heldout={"b": {"path": path}})
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -143,13 +146,12 @@ def test_the_described_data_sets_have_the_columns_of_their_stand_ins(tokenizer, 
     if "train" not in splits:
         other = "gsm8k_sample" if name != "gsm8k" else "aime25_sample"
         splits["train"] = {"other": {"path": f"shipped:{other}", "problem": "question"}}
-    environment = build(tokenizer, max_prompt_tokens=900, heldout_rows=2, **splits)
-    environment.close()
+    problems = load(tokenizer, max_prompt_tokens=900, heldout_rows=2, **splits)
     split = "heldout" if "heldout" in described else "train"
-    [key] = [key for key in environment.problems.counts if key.startswith(split)]
-    counts = environment.problems.counts[key]
+    [key] = [key for key in problems.counts if key.startswith(split)]
+    counts = problems.counts[key]
     assert counts.kept == counts.rows > 0
-    for prompt in all_prompts(environment):
+    for prompt in both_splits(problems):
         assert prompt.answer and len(prompt.text) > 20
 
 

@@ -75,7 +75,7 @@ def test_the_command_scores_the_model_that_training_wrote_as_training_did(folder
     command = ["eval", str(path), "--checkpoint", str(model), "--output", str(output)]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "pass@4" in done.output and "arithmetic/" in done.output
+    assert "pass@4" in done.output and "sums/" in done.output
     scores = json.loads(output.read_text())
     last = json.loads((tmp_path / "run" / "evaluations" / "step_3.json").read_text())
     assert scores["accuracy"] == last["accuracy"]

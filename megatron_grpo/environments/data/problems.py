@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.data import ProblemData, ProblemTask
 from megatron_grpo.environments.chat import ChatTokenizer, Message
 from megatron_grpo.environments.data.tables import field, read_rows
+from megatron_grpo.environments.grading.grade import usable
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Split
 from megatron_grpo.types import Prompt
-
-Usable = Callable[[Sequence[str]], list[bool]]
-"""Which gold answers can be graded against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,6 @@ class Problems:
 def load_problems(
     task: ProblemTask,
     tokenizer: ChatTokenizer,
-    usable: Usable,
     max_prompt_tokens: int,
     groups_per_step: int,
 ) -> Problems:
@@ -83,7 +80,7 @@ def load_problems(
     Raises:
         ConfigError: a source cannot be read, lacks a field, or too few rows are left.
     """
-    reader = _Reader(task, tokenizer, usable, max_prompt_tokens)
+    reader = _Reader(task, tokenizer, max_prompt_tokens)
     heldout: list[Prompt] = []
     for name, data in task.heldout.items():
         heldout += reader.read("heldout", name, data)
@@ -120,12 +117,9 @@ def load_problems(
 class _Reader:
     """Reads sources one after the other and remembers the questions it has seen."""
 
-    def __init__(
-        self, task: ProblemTask, tokenizer: ChatTokenizer, usable: Usable, max_prompt_tokens: int
-    ) -> None:
+    def __init__(self, task: ProblemTask, tokenizer: ChatTokenizer, max_prompt_tokens: int) -> None:
         self._task = task
         self._tokenizer = tokenizer
-        self._usable = usable
         self._longest = max_prompt_tokens
         self._seen: set[str] = set()
         self.counts: dict[str, Counts] = {}
@@ -135,8 +129,7 @@ class _Reader:
         key = f"task.{split}.{name}"
         rows = list(self._rows(key, name, data))
         distinct = [row for row in rows if self._is_new(row[1])]
-        good = self._usable([answer for _, _, answer in distinct])
-        gradable = [row for row, fine in zip(distinct, good, strict=True) if fine]
+        gradable = [row for row in distinct if usable(row[2])]
         random.Random(f"{self._task.seed}/{name}").shuffle(gradable)
         kept, short, long = [], 0, 0
         for number, question, answer in gradable:

@@ -87,11 +87,6 @@ class GraderPool:
             self._counts.update(verdict.reason for verdict in verdicts)
         return verdicts
 
-    def usable(self, answers: Sequence[str]) -> list[bool]:
-        """Which gold answers anything could ever be equal to."""
-        requests = [{"answer": answer} for answer in answers]
-        return [reply.get("usable") is True for reply in self._threads.map(self._ask, requests)]
-
     def counts(self) -> dict[str, int]:
         """Gradings since the start, by reason."""
         with self._lock:

@@ -20,7 +20,7 @@ import signal
 import sys
 
 from megatron_grpo.environments.grading import mathematics
-from megatron_grpo.environments.grading.grade import judge, usable
+from megatron_grpo.environments.grading.grade import judge
 
 # What grading never needs. Python asks before it does any of these.
 _FORBIDDEN = (
@@ -71,8 +71,6 @@ def serve(settings: dict[str, int], replies: int) -> None:
 
 def _answer(request: dict[str, str]) -> dict[str, object]:
     try:
-        if "response" not in request:
-            return {"usable": usable(request["answer"])}
         verdict = judge(request["response"], request["answer"], mathematics.equal)
     except MemoryError:
         return {"memory": True}

@@ -15,6 +15,7 @@ import pytest
 from grading_strings import BOMBS, CODE, hostile
 
 from megatron_grpo.config.grading import GradingConfig
+from megatron_grpo.environments.grading.grade import usable
 from megatron_grpo.environments.grading.pool import GraderPool, Verdict
 
 BOX = "\\boxed{%s}"
@@ -76,7 +77,7 @@ def test_f2_every_sample_keeps_its_own_reward_under_any_order(pool, seed):
 
 def test_f4_golds_that_say_nothing_are_found_and_never_rewarded(pool):
     golds = ["5", "", "???", "None", "  ", "-3", "\\emptyset", "no solution"]
-    assert pool.usable(golds) == [True, False, False, False, False, True, True, True]
+    assert [usable(gold) for gold in golds] == [True, False, False, False, False, True, True, True]
     for nothing in ("None", "\\boxed{None}", "\\boxed{}", "", "null"):
         for gold in golds:
             [verdict] = pool.grade([(nothing, gold)])
