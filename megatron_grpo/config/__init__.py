@@ -9,6 +9,7 @@ from megatron_grpo.config.backends import (
     OptimizerConfig,
     ReferenceGeneratorConfig,
     ReferencePolicyConfig,
+    RunningRequests,
     VllmGeneratorConfig,
     WeightsConfig,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "ReferencePolicyConfig",
     "RolloutsConfig",
     "RunConfig",
+    "RunningRequests",
     "SamplingConfig",
     "SftConfig",
     "VllmGeneratorConfig",

@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -141,8 +142,21 @@ class RolloutsConfig(Section):
     """Rollouts per prompt, at least 2: one alone has no group to compare with."""
     max_staleness: NonNegativeInt = 0
     """How many weight versions old a token may be when it is trained on; 0 is synchronous."""
+    oversample: Annotated[float, Field(ge=1, le=4, allow_inf_nan=False)] = 1.0
+    """Groups in flight as a multiple of what is needed. Once enough are complete the slowest are
+    cut off, to go on later if their tokens are still young enough, else to begin anew. 1 is off.
+    """
+    replace_rounds: NonNegativeInt = 0
+    """Replace groups whose rewards are all equal by other prompts (dynamic sampling), at most this
+    many times groups_per_step per step; then the run ends and says why. 0 is off.
+    """
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out and counted."""
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups in flight beyond those that are needed."""
+        return math.ceil((self.oversample - 1) * self.groups_per_step)
 
 
 class EvaluationConfig(Section):
@@ -251,12 +265,37 @@ class RunConfig(Section):
                 found=self.engines.type,
                 remedy="pair megatron with vllm, reference with reference",
             )
-        if self.engines.type == "reference" and self.weights.running_requests != "keep":
+        self._check_ahead()
+
+    def _check_ahead(self) -> None:
+        """Generating ahead, and what is made of slow or useless groups."""
+        rollouts, rule = self.rollouts, self.weights.running_requests
+        if rollouts.max_staleness == 0 and rule != "finish":
             raise ConfigError(
                 "weights.running_requests",
-                "a reference generator only keeps its running requests",
-                found=self.weights.running_requests,
-                remedy="remove it",
+                "has nothing to act on under rollouts.max_staleness 0, where nothing is generated "
+                "while weights change",
+                found=rule,
+                remedy="set rollouts.max_staleness to 1 or more, or this to finish",
+            )
+        if rollouts.max_staleness > 0 and rollouts.oversample > 1 and rule == "finish":
+            raise ConfigError(
+                "rollouts.oversample",
+                "gains nothing if every push waits for the slowest rollout",
+                found=rollouts.oversample,
+                remedy="set weights.running_requests to abort or keep, or rollouts.max_staleness "
+                "to 0",
+            )
+        if (
+            rollouts.replace_rounds
+            and isinstance(self.algorithm, GrpoConfig)
+            and self.algorithm.baseline == "batch"
+        ):
+            raise ConfigError(
+                "rollouts.replace_rounds",
+                "a batch baseline learns from groups of equal rewards too",
+                found=rollouts.replace_rounds,
+                remedy="set it to 0, or algorithm.baseline to one of the group",
             )
 
     def _check_rows(self, task: ReasoningGymTask) -> None:
@@ -281,7 +320,11 @@ class RunConfig(Section):
             )
         for section, given, unused in (
             ("sampling", self.sampling, list(SamplingConfig.model_fields)),
-            ("rollouts", self.rollouts, ["group_size", "max_staleness", "max_prompt_tokens"]),
+            (
+                "rollouts",
+                self.rollouts,
+                [n for n in RolloutsConfig.model_fields if n != "groups_per_step"],
+            ),
             ("evaluation", self.evaluation, ["samples", "max_new_tokens"]),
         ):
             for key in unused:

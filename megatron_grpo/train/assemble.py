@@ -144,6 +144,7 @@ def build_run(
     console: Console,
     stack: ExitStack,
 ) -> tuple[Run, Evaluator]:
+    from megatron_grpo.algorithms.advantages import has_zero_spread
     from megatron_grpo.generation.shared import SharedGenerator
     from megatron_grpo.rollouts.sources import LiveSource
     from megatron_grpo.rollouts.zarr_store import ZarrStore
@@ -173,6 +174,8 @@ def build_run(
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
         mixture=mixture_of(environment),
+        running_requests=config.weights.running_requests,
+        has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
     )
     stack.callback(source.close)
     run = Run(
@@ -280,6 +283,7 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
         config.sampling.temperature,
         stop_token_ids(folder),
         channel.receivers[0],
+        keep_cache=config.weights.running_requests == "keep_cache",
     )
     try:
         yield policy, generator

@@ -4,7 +4,8 @@ behind `run.phases`.
     groups -> batch -> gradients -> update -> weights to the generator -> records
 
 With `max_staleness: 0` the source waits for `published` before it generates on; with more, it runs
-ahead by so many versions. The loop is the same.
+ahead by so many versions, and `pause` decides what becomes of rollouts in flight while weights
+change. The loop is the same.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def train(run: Run) -> list[StepRecord]:
         with run.phases("store"):
             run.store.append(step, groups)
         seconds, sampled = run.phases.take(), run.generator is not None
-        records.append(step_record(step, groups, batch, stats, update, seconds, sampled=sampled))
+        record = step_record(step, groups, batch, stats, update, seconds, sampled=sampled)
+        records.append(record.with_metrics(run.source.metrics()))
         run.metrics.log(step, records[-1].values())
         run.progress.advance(records[-1].values())
     return records
@@ -92,6 +94,8 @@ def publish(run: Run, version: int) -> None:
     """Bring the policy's weights into the generator, evaluate if it is time, then let the source go
     on.
     """
+    with run.phases("drain"):
+        run.source.pause()
     if run.generator is not None:  # training on data needs none
         with run.phases("push_weights"):
             push_weights(run.policy, run.generator, version, run.config.weights.deadline_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_grpo.batch import TrainBatch
 from megatron_grpo.protocols import StepStats, UpdateStats
@@ -29,6 +29,10 @@ class StepRecord:
     seconds: Mapping[str, float]
     generated_tokens: int
     trained_tokens: int
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> StepRecord:
+        """The same with more metrics."""
+        return replace(self, metrics={**self.metrics, **metrics})
 
     @property
     def step_s(self) -> float:

@@ -267,7 +267,9 @@ def test_resuming_ahead_of_the_trainer_loses_and_repeats_no_prompt():
     wait_until(lambda: source.counts().ready == GROUPS_PER_STEP)
     state = source.state()
     source.close()
-    assert (state.next_prompt, state.pending) == (GROUPS_PER_STEP, ())
+    asked = len(generator.submitted)
+    assert (state.next_prompt, state.pending) == (2 * GROUPS_PER_STEP, ((2, 0), (3, 0)))
+    assert [len(group.done) for group in state.groups] == [GROUP_SIZE] * GROUPS_PER_STEP
     again = fake_source(generator, FakeEnvironment(rows=10), max_staleness=1)
     again.restore(state)
     for version in range(1, 5):
@@ -275,6 +277,8 @@ def test_resuming_ahead_of_the_trainer_loses_and_repeats_no_prompt():
         again.published(version)
         taken += prompt_ids(again.next_groups())
     again.close()
+    # What was ready is trained on, not made again: its requests were made once.
+    assert not {"g2/0", "g3/0"} & {r.request_id for r in generator.submitted[asked:]}
     assert sorted(taken) == sorted(f"fake/{row}" for row in range(10))
 
 
