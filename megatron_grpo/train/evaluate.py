@@ -103,8 +103,9 @@ class Evaluator:
         )
         done: dict[str, RolloutGroup] = {}
         while self._collector.num_groups:
-            for group in self._collector.advance():
+            for group in self._collector.commit(self._collector.receive()):
                 done[group.prompt.prompt_id] = group
+            self._collector.go_on(oldest_allowed=-1)  # dialogues; of any age, weights stand still
         return [_problem(done[prompt.prompt_id]) for prompt in prompts]
 
 

@@ -69,7 +69,8 @@ def play(environment, tokenizer, turns: list[list[int]], budget=200):
     collector.start([GroupRequest("g", prompt, 1, budget)])
     groups = []
     while collector.num_groups:
-        groups += collector.advance()
+        groups += collector.commit(collector.receive())
+        collector.go_on(oldest_allowed=-1)
     return groups[0].rollouts[0], generator.submitted
 
 
