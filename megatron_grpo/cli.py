@@ -10,6 +10,7 @@ from rich.text import Text
 
 from megatron_grpo.commands.launch import app as launch
 from megatron_grpo.commands.performance import plan, simulate
+from megatron_grpo.commands.profile import profile
 from megatron_grpo.commands.train import show, train
 from megatron_grpo.errors import GrpoError
 
@@ -24,6 +25,7 @@ app.command()(train)
 app.command()(show)
 app.command()(plan)
 app.command()(simulate)
+app.command()(profile)
 app.add_typer(launch, name="launch")
 
 
