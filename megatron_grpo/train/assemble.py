@@ -338,6 +338,7 @@ def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
             "megatron_grpo.policy.megatron.backend:MegatronRank",
             (config.policy, config.model, config.seed, r, world, start_s, config.reference_folder),
             rank_env,
+            nsys=r in config.cluster.nsys_ranks,
         )
         for r in range(world)
     ]
