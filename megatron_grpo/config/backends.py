@@ -230,6 +230,8 @@ class ClusterConfig(Section):
     """Nodes to wait for after joining, up to placement_deadline_s."""
     gpus_per_rank: Annotated[int, Field(ge=0, le=1)] = 0
     """1: each policy rank and engine worker gets a GPU. 0: everything runs on CPUs."""
+    nsys_ranks: tuple[NonNegativeInt, ...] = ()
+    """Policy ranks that run under Nsight Systems; set by `profile --nsys`."""
     placement_deadline_s: PositiveFloat = 120.0
     start_deadline_s: PositiveFloat = 600.0
     """Longest wait for ranks and engines to load their model."""

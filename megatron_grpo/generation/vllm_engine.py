@@ -28,6 +28,7 @@ from megatron_grpo.generation.engine_output import completion
 from megatron_grpo.generation.stopping import stop_token_ids
 from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION, plain_senders
 from megatron_grpo.protocols import PullReport
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Completion, GenerationRequest
 from megatron_grpo.weights.manifest import check_manifest
 from megatron_grpo.weights.specs import SenderSpec
@@ -66,6 +67,7 @@ class VllmEngine:
         self._senders: tuple[SenderSpec, ...] = ()
         self._weights = WeightsConfig()
         self._broken: WeightExchangeError | None = None
+        self.spans = SpanRecorder()
 
     def _engine_args(self) -> EngineArgs:
         config = self._config
@@ -146,8 +148,13 @@ class VllmEngine:
         """
         self._check_usable()
         until = time.monotonic() + slice_s
-        while not self._finished and self._requests and time.monotonic() < until:
-            self._step()
+        with self.spans("generate") as attrs:
+            steps = sequences = 0
+            while not self._finished and self._requests and time.monotonic() < until:
+                sequences += min(len(self._requests), self._config.max_concurrent)
+                self._step()
+                steps += 1
+            attrs.update(steps=steps, sequences=sequences)
         finished, self._finished = self._finished, []
         return finished
 

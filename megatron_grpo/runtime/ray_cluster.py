@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self, cast
 
 import ray
@@ -30,30 +31,68 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import ClusterError, GrpoError
 from megatron_grpo.runtime.placement import Bundle, Node, Placement, assign, missing
+from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_memory
+from megatron_grpo.spans import Recording, Span, SpanRecorder
 
 _log = logging.getLogger(__name__)
 # A node's own resource, of which a bundle takes so little that any number of them finds room.
 _PIN = 1e-3
 _REPORT_EVERY_S = 30.0
+# Kernels and NVTX ranges, between the marks that a profile sets (runtime.tracing.CudaWindow). Ray
+# puts the report into the session's logs/nsight on the actor's node.
+NSYS_OPTIONS = MappingProxyType(
+    {
+        "t": "cuda,nvtx,cublas",
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": "stop",
+        "o": "'megatron_grpo_%p'",
+    }
+)
 
 
 class Host:
-    """Runs inside an actor: builds one object and forwards calls to it."""
+    """Runs inside an actor: builds one object, forwards calls to it and records when they ran."""
 
     def __init__(self, target: str, arguments: tuple[object, ...]) -> None:
-        module, _, name = target.partition(":")
-        factory: Callable[..., object] = vars(importlib.import_module(module))[name]
-        self._object = factory(*arguments)
+        self._object = _build(target, arguments)
+        self._spans = SpanRecorder()
+        if isinstance(self._object, Recording):
+            self._spans = self._object.spans
+        self._tools: dict[str, object] = {}
 
     def call(self, method: str, *arguments: object) -> object:
         """The method's result, or the property's value. References among the arguments arrive
         resolved.
         """
-        value = getattr(self._object, method)
-        return value(*arguments) if callable(value) else value
+        with self._spans(method) as attrs:
+            reset_peak_memory()
+            value = getattr(self._object, method)
+            result = value(*arguments) if callable(value) else value
+            attrs["peak_bytes"] = peak_memory_bytes()
+        return result
+
+    def read_spans(self) -> list[Span]:
+        """What this actor did, newest 50,000."""
+        return self._spans.read()
+
+    def use_tool(
+        self, target: str, arguments: tuple[object, ...], method: str, *values: object
+    ) -> object:
+        """Call a method of a second object beside the first, such as a profiler, built at its first
+        use and kept."""
+        if target not in self._tools:
+            self._tools[target] = _build(target, arguments)
+        return getattr(self._tools[target], method)(*values)
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _build(target: str, arguments: tuple[object, ...]) -> object:
+    """An instance of `module:Class`."""
+    module, _, name = target.partition(":")
+    factory: Callable[..., object] = vars(importlib.import_module(module))[name]
+    return factory(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +152,11 @@ class RayCluster:
         target: str,
         arguments: tuple[object, ...],
         env: Mapping[str, str],
+        *,
+        nsys: bool = False,
     ) -> Member:
         """Create an actor in its bundle; returns before it is up (a failure shows at its first
-        call).
+        call). With `nsys` its process runs under Nsight Systems.
         """
         if self._group is None:
             raise ClusterError(name, "cannot start: the cluster is closed")
@@ -124,7 +165,10 @@ class RayCluster:
             num_cpus=spec.cpus,
             num_gpus=spec.gpus,
             max_restarts=0,
-            runtime_env={"env_vars": {**_import_path(), **env}},
+            runtime_env={
+                "env_vars": {**_import_path(), **env},
+                **({"nsight": dict(NSYS_OPTIONS)} if nsys else {}),
+            },
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle
             ),
@@ -241,6 +285,27 @@ def put(value: object) -> object:
 
 def call_async(member: Member, method: str, *arguments: object) -> ray.ObjectRef:
     return member.handle.call.remote(method, *arguments)
+
+
+def read_spans(members: Sequence[Member], deadline_s: float) -> dict[str, list[Span]]:
+    """What every member did, by its name."""
+    refs = [member.handle.read_spans.remote() for member in members]
+    return {
+        member.name: cast(list[Span], take(ref, member.name, "read_spans", deadline_s))
+        for member, ref in zip(members, refs)
+    }
+
+
+def use_tool(
+    members: Sequence[Member],
+    target: str,
+    arguments: Sequence[tuple[object, ...]],
+    method: str,
+    deadline_s: float,
+) -> list[object]:
+    """See Host.use_tool: on all members at once, each tool built with its own arguments."""
+    refs = [m.handle.use_tool.remote(target, a, method) for m, a in zip(members, arguments)]
+    return [take(ref, m.name, f"{target} {method}", deadline_s) for ref, m in zip(refs, members)]
 
 
 def call_all(

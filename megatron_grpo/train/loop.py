@@ -10,9 +10,10 @@ change. The loop is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait as wait_for_any
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_grpo.batch import TrainBatch
 from megatron_grpo.config import RunConfig
@@ -26,13 +27,21 @@ from megatron_grpo.protocols import (
     StepStats,
     UpdateStats,
 )
-from megatron_grpo.train.evaluate import Evaluator
-from megatron_grpo.train.heldout import HeldoutEvaluator
-from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.metrics import MetricsLog, Phases
 from megatron_grpo.train.records import StepRecord, step_record
 from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.updates import merged, part_batches, updates_per_step
 from megatron_grpo.types import RolloutGroup
+
+
+class Evaluates(Protocol):
+    def evaluate_if_due(self, version: int) -> object: ...
+
+
+class Progress(Protocol):
+    def advance(self, values: Mapping[str, float]) -> None:
+        """A step is over; `values` are its metrics."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +53,11 @@ class Run:
     algorithm: Algorithm
     policy: PolicyBackend
     generator: Generator | None
-    evaluator: Evaluator | HeldoutEvaluator
+    evaluator: Evaluates
     store: RolloutStore
     metrics: MetricsLog
     phases: Phases
-    progress: TrainProgress
+    progress: Progress
     reference: ReferenceScorer | None = None
 
 

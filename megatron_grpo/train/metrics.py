@@ -25,6 +25,8 @@ from rich.progress import (
 )
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_grpo.spans import SpanRecorder
+
 
 class MetricsLog:
     """Appends to `metrics.jsonl` and to TensorBoard files in `tensorboard/`, flushed at every call.
@@ -69,7 +71,7 @@ class MetricsLog:
 
 
 class Phases:
-    """Adds up wall seconds per phase name.
+    """Adds up wall seconds per phase name, and keeps when each ran (`spans`).
 
     >>> phases = Phases()
     >>> with phases("generate"):
@@ -80,13 +82,15 @@ class Phases:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self.spans = SpanRecorder()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a block, also one that raises."""
         started = time.perf_counter()
         try:
-            yield
+            with self.spans(name):
+                yield
         finally:
             spent = time.perf_counter() - started
             self._seconds[name] = self._seconds.get(name, 0.0) + spent

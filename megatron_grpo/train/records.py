@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,6 +71,17 @@ def rate(count: float, seconds: Mapping[str, float], phases: Sequence[str]) -> f
     return count / spent if spent > 0 else 0.0
 
 
+def failures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rollouts whose reward is 0 for a reason other than a wrong answer, by reason."""
+    counts = Counter(
+        f"graded/{rollout.reward.reason.replace(' ', '_')}"
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.reward.reason not in ("", "correct", "wrong")
+    )
+    return {name: float(count) for name, count in counts.items()}
+
+
 def step_record(
     step: int,
     groups: Sequence[RolloutGroup],
@@ -92,6 +104,7 @@ def step_record(
         "staleness_max": float(ages.max(initial=0)),
         "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "padding_fraction": 1.0 - batch.num_tokens / batch.padded_tokens,
+        **failures(groups),
     }
     for age, count in enumerate(np.bincount(ages)):
         metrics[f"staleness/{age}"] = count / len(ages)

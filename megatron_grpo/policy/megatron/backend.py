@@ -1,8 +1,7 @@
 """One rank of the Megatron policy: the one class others see. SPMD; knows nothing of Ray.
 
 All ranks call the same verb at the same time. A rank that has nothing to contribute still takes
-part in every
-collective: membership follows the rank's place in the layout, never the data.
+part in every collective: membership follows the rank's place in the layout, never the data.
 """
 
 from __future__ import annotations
@@ -49,7 +48,9 @@ from megatron_grpo.policy.megatron.mixture import check_stages
 from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine, Totals
+from megatron_grpo.policy.megatron.timers import SpanTimers
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats, WeightSender
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Float32
 from megatron_grpo.weights.collective import CollectiveSender
 from megatron_grpo.weights.rendezvous import Rendezvous, host_store, join_store
@@ -120,6 +121,7 @@ class MegatronRank:
         self._parts: _Parts | None = None
         self._channel: _Channel | None = None
         self._weights_dtype = torch.float32
+        self.spans = SpanRecorder()
 
     # Start and end
 
@@ -144,6 +146,7 @@ class MegatronRank:
         use_te = choose_transformer_engine(self._config.transformer_engine, device)
         dtype = compute_dtype(self._config.dtype, device)
         megatron_config = transformer_config(source.spec, self._config, dtype, use_te)
+        megatron_config.timers = SpanTimers(self.spans, device)  # type: ignore[assignment]
         chunks = build_chunks(source.spec, megatron_config, use_te)
         for chunk in chunks:
             chunk.to(device=device, dtype=dtype)
