@@ -8,6 +8,10 @@ from typing import NamedTuple
 from megatron_grpo.weights.layouts import PlannedTensor
 from megatron_grpo.weights.plan import Transfer
 
+# A slice from this size on travels alone: it can go from where it lies to where it belongs without
+# being packed, which matters where the wire is as fast as memory. Smaller ones share a bucket.
+ALONE_BYTES = 1 << 20
+
 
 class Slot(NamedTuple):
     """[start, stop) along a tensor's axis, contiguous at `offset` bytes from the bucket's start."""
@@ -31,7 +35,8 @@ def cut_buckets(
     item_bytes: int,
     bucket_bytes: int,
 ) -> Iterator[Bucket]:
-    """Fill buckets of `bucket_bytes` in order, cutting transfers where one is full.
+    """Fill buckets of `bucket_bytes` in order, cutting transfers where one is full. A transfer of
+    `ALONE_BYTES` or more shares its buckets with no other.
 
     The smallest piece is one index along the axis: one that is larger than a bucket gets a larger
     bucket to itself.
@@ -46,6 +51,10 @@ def cut_buckets(
     for transfer in transfers:
         size = tensors[transfer.tensor].index_elements * item_bytes
         start = transfer.start
+        alone = (transfer.stop - start) * size >= ALONE_BYTES
+        if alone and slots:
+            yield Bucket(tuple(slots), end)
+            slots, end = [], 0
         while start < transfer.stop:
             fitting = (bucket_bytes - end) // size
             if fitting < 1 and slots:
@@ -56,6 +65,9 @@ def cut_buckets(
             slots.append(Slot(transfer.tensor, start, stop, end))
             end += (stop - start) * size
             start = stop
+        if alone:
+            yield Bucket(tuple(slots), end)
+            slots, end = [], 0
     if slots:
         yield Bucket(tuple(slots), end)
 

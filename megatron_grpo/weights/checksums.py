@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_CHUNK = 1 << 20  # elements: bounds the memory of a checksum
+_CHUNK = 1 << 17  # elements: bounds the memory of a checksum
 
 
 def checksum(tensor: Tensor) -> Tensor:

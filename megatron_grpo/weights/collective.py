@@ -6,16 +6,18 @@
       checksums of what was sent               --->   compared with what the engine holds
       waits                                    <---   "taken", when the weights are in use
 
-Every end goes through its buckets in one global order (bucket number, then link) with two in
+Every end goes through its buckets in one global order (bucket number, then link) with a few in
 flight, so that packing overlaps sending and loading overlaps receiving, and no circle of waits can
-form. Any end that fails says so to all (see `session`): an error on one is an error on all, within
-the deadline. After an error the exchange is over: engines may hold half of a push.
+form. Large slices go from where they lie to where they belong; small ones are packed. Any end that
+fails says so to all (see `session`): an error on one is an error on all, within the deadline. After
+an error the exchange is over: engines may hold half of a push.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +27,10 @@ from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.protocols import PushReport
 from megatron_grpo.weights.buckets import Slot
-from megatron_grpo.weights.checksums import checksum
-from megatron_grpo.weights.ends import FIELDS, PROTOCOL, End, Sums
+from megatron_grpo.weights.ends import FIELDS, IN_FLIGHT, PROTOCOL, End, Step, Sums
 from megatron_grpo.weights.exchange import Exchange, policy_name, worker_name
 from megatron_grpo.weights.parts import PartTensor
+from megatron_grpo.weights.proof import check_held
 from megatron_grpo.weights.session import Session
 
 
@@ -133,18 +135,38 @@ class CollectiveSender:
         steps = end.steps()
         sums = {line.link.number: Sums(line, end.buffers[0].device) for line in end.lines}
         given = _Given(tensors)
-        for number, step in enumerate(steps):
-            buffer = end.buffers[number % 2]
-            if number >= 2:  # the buffer is free when what was sent from it has arrived
-                steps[number - 2].line.group.finish(version, until, steps[number - 2].what)
-            for slot in step.bucket.slots:
-                view = end.view(buffer, slot)
-                view.copy_(self._slice(given, slot))
-                if verified:
-                    sums[step.line.link.number].add(slot.tensor, view)
-            step.line.group.start(buffer[: step.bucket.num_bytes])
-        for step in steps[-2:]:
+        free = list(end.buffers)
+        # What is in flight, with the buffer or the tensor that it is sent from.
+        begun: deque[tuple[Step, Tensor, bool]] = deque()
+
+        def finish_oldest() -> None:
+            step, buffer, packed = begun.popleft()
             step.line.group.finish(version, until, step.what)
+            if packed:
+                free.append(buffer)
+
+        for step in steps:
+            slots, total = step.bucket.slots, sums[step.line.link.number]
+            whole = self._slice(given, slots[0]) if len(slots) == 1 else None
+            flat = None if whole is None else end.flat(whole)
+            while len(begun) >= IN_FLIGHT or (flat is None and not free):
+                finish_oldest()
+            if whole is not None and flat is not None:
+                begun.append((step, flat, False))
+                if verified:
+                    total.add(slots[0].tensor, whole)
+            else:
+                buffer = free.pop()
+                begun.append((step, buffer, True))
+                for slot in slots:
+                    view = end.view(buffer, slot)
+                    view.copy_(self._slice(given, slot))
+                    if verified:
+                        total.add(slot.tensor, view)
+                flat = buffer[: step.bucket.num_bytes]
+            step.line.group.start(flat)
+        while begun:
+            finish_oldest()
         return {number: total.values for number, total in sums.items()}
 
     def _send_checksums(self, version: int, sums: Mapping[int, Tensor], until: float) -> None:
@@ -255,27 +277,36 @@ class CollectiveReceiver:
         Raises:
             WeightExchangeError: another version arrives, or an end gave up, died or is late.
         """
-        waiting: dict[int, tuple[Tensor, int]] = {}
-        for slot, view in self.slices(version):
+        parts: dict[int, Tensor] = {}
+        missing: dict[int, int] = {}
+
+        def place(slot: Slot) -> Tensor:
             tensor = self._end.plan.tensors[slot.tensor]
-            low, high = self._ranges[slot.tensor]
-            axis = tensor.axis or 0
-            part, missing = waiting.pop(slot.tensor, (None, high - low))
-            if part is None:
+            axis, (low, high) = tensor.axis or 0, self._ranges[slot.tensor]
+            if slot.tensor not in parts:
                 shape = list(tensor.shape) or [1]
                 shape[axis] = high - low
-                part = torch.empty(shape, dtype=self._end.dtype, device=self._device)
-            part.narrow(axis, slot.start - low, slot.stop - slot.start).copy_(view)
-            missing -= slot.stop - slot.start
-            if missing:
-                waiting[slot.tensor] = part, missing
-            elif high - low == tensor.extent:
+                parts[slot.tensor] = torch.empty(shape, dtype=self._end.dtype, device=self._device)
+                missing[slot.tensor] = high - low
+            return parts[slot.tensor].narrow(axis, slot.start - low, slot.stop - slot.start)
+
+        for slot in self.slices(version, place):
+            missing[slot.tensor] -= slot.stop - slot.start
+            if missing[slot.tensor]:
+                continue
+            tensor = self._end.plan.tensors[slot.tensor]
+            part, (low, high) = parts.pop(slot.tensor), self._ranges[slot.tensor]
+            if high - low == tensor.extent:
                 yield tensor.name, part.view(tensor.shape)
             else:
-                yield tensor.name, PartTensor(tensor.name, part, tensor.shape, axis, low)
+                yield (
+                    tensor.name,
+                    PartTensor(tensor.name, part, tensor.shape, tensor.axis or 0, low),
+                )
 
-    def slices(self, version: int) -> Iterator[tuple[Slot, Tensor]]:
-        """What `receive` is made of: slices as they arrive, valid until the next one is asked for.
+    def slices(self, version: int, place: Callable[[Slot], Tensor]) -> Iterator[Slot]:
+        """What `receive` is made of: put every slice into the tensor that `place` gives for it, and
+        yield it when it is there. `place` may be asked some slices ahead.
 
         The consumer must take all of them: stopping early fails the push everywhere.
         """
@@ -283,7 +314,7 @@ class CollectiveReceiver:
         try:
             self._end.session.begin(version)
             verified = self._read_headers(version, until)
-            yield from self._stream(version, until)
+            yield from self._stream(version, place, until)
             self._expected = self._read_checksums(version, until) if verified else {}
         except BaseException as error:  # GeneratorExit too: the senders would otherwise wait
             early = isinstance(error, GeneratorExit)
@@ -303,7 +334,9 @@ class CollectiveReceiver:
         """
         try:
             if self._expected:
-                self._compare(held)
+                tensors = self._end.plan.tensors
+                sent = {tensors[number].name: value for number, value in self._expected.items()}
+                check_held(self._name, sent, self.unsent, held, self._end.dtype)
             self._end.session.take()
         except BaseException as error:
             self.fail(str(error))
@@ -342,18 +375,32 @@ class CollectiveReceiver:
         self.unsent = frozenset(names[t].name for t in self._ranges if t not in sent)
         return verified
 
-    def _stream(self, version: int, until: float) -> Iterator[tuple[Slot, Tensor]]:
+    def _stream(
+        self, version: int, place: Callable[[Slot], Tensor], until: float
+    ) -> Iterator[Slot]:
         end = self._end
-        steps = end.steps()
-        begun = 0
-        for number, step in enumerate(steps):
-            while begun < min(len(steps), number + 2):
-                ahead = steps[begun]
-                ahead.line.group.start(end.buffers[begun % 2][: ahead.bucket.num_bytes])
-                begun += 1
+        ahead = deque(end.steps())
+        free = list(end.buffers)
+        # What is in flight, with the buffer it comes into; None where it comes into its own place.
+        begun: deque[tuple[Step, Tensor | None]] = deque()
+        while ahead or begun:
+            while ahead and len(begun) < IN_FLIGHT:
+                slots = ahead[0].bucket.slots
+                flat = end.flat(place(slots[0])) if len(slots) == 1 else None
+                if flat is None and not free:
+                    break
+                buffer = free.pop() if flat is None else None
+                step = ahead.popleft()
+                begun.append((step, buffer))
+                step.line.group.start(flat if buffer is None else buffer[: step.bucket.num_bytes])
+            step, buffer = begun.popleft()
             step.line.group.finish(version, until, step.what)
             for slot in step.bucket.slots:
-                yield slot, end.view(end.buffers[number % 2], slot)
+                if buffer is not None:
+                    place(slot).copy_(end.view(buffer, slot))
+                yield slot
+            if buffer is not None:
+                free.append(buffer)
 
     def _read_checksums(self, version: int, until: float) -> dict[int, Tensor]:
         """What each tensor's slices add up to, over all senders."""
@@ -366,25 +413,3 @@ class CollectiveReceiver:
             for tensor, value in total.by_tensor().items():
                 expected[tensor] = expected[tensor] + value if tensor in expected else value
         return expected
-
-    def _compare(self, held: Iterable[tuple[Sequence[str], Tensor]]) -> None:
-        tensors = self._end.plan.tensors
-        wanted = {tensors[number].name: value for number, value in self._expected.items()}
-        problems: list[str] = []
-        for names, tensor in held:
-            known = [wanted.pop(name) for name in names if name in wanted]
-            if not known and self.unsent.issuperset(names):
-                continue
-            if len(known) != len(names):
-                problems += [f"{name} is held, but was not sent" for name in names]
-            elif not torch.equal(
-                checksum(tensor.to(self._end.dtype)).cpu(), torch.stack(known).sum(0).cpu()
-            ):
-                problems.append(f"{' + '.join(names)} differs")
-        problems += [f"{name} is missing" for name in wanted]
-        if problems:
-            raise WeightExchangeError(
-                self._name,
-                f"does not hold what was sent: {len(problems)} tensors: {'; '.join(problems[:5])}",
-                remedy="report it with the model's config.json; the engine must not be used",
-            )

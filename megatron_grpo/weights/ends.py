@@ -21,6 +21,8 @@ from megatron_grpo.weights.specs import torch_dtype
 PROTOCOL = 2
 # Of a header, int64; then one field per transfer of the link, 1 if it is sent.
 FIELDS = ("protocol", "version", "verified")
+# Operations begun and not finished, of which at most as many as there are buffers use one.
+IN_FLIGHT = 4
 
 
 @dataclass(slots=True)
@@ -118,6 +120,15 @@ class End:
         shape = list(tensor.shape) or [1]
         shape[tensor.axis or 0] = count
         return flat.view(shape)
+
+    def flat(self, tensor: Tensor) -> Tensor | None:
+        """A slice's bytes where they lie, to be sent or filled as they are; None if that cannot be
+        done: it is not in one piece, or of another dtype or device.
+        """
+        fits = tensor.is_contiguous() and tensor.dtype == self.dtype
+        if fits and tensor.device == self._device:
+            return tensor.view(-1).view(torch.uint8)
+        return None
 
     def fail(self, cause: str) -> None:
         """Tell every end that this one gives up, and leave."""

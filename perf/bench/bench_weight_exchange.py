@@ -4,8 +4,8 @@ broadcast of one flat buffer of the same bytes.
     python perf/bench/bench_weight_exchange.py [--json] [--rounds 5] [--bucket-mib 32]
 
 Bare broadcasts and pushes take turns in the same processes and groups of the same kind; seconds are
-medians, and the ratio is that of the medians. The engine process copies what arrives into tensors
-of its own, as an engine's loader does. `extra_peak_buckets` is the highest resident memory of the
+medians, and the ratio is that of the medians. The engine process takes what arrives into tensors of
+its own. `extra_peak_buckets` is the highest resident memory of the
 process that took most, above what it had before it joined the exchange, its model included, in
 buckets; the push that is measured is the first, which is also checked by checksums.
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_grpo.conversion.config_json import parse_model_spec
 from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.weights.buckets import Slot
 from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.group import LinkGroup
@@ -124,11 +125,13 @@ def engine(pipe: Connection, job: Job, number: int, address: Connection) -> None
     store = join_store(rendezvous, DEADLINE_S)
     receiver = CollectiveReceiver(store, exchange_of(job, rendezvous), spec, number - 1, CPU)
 
+    def place(slot: Slot) -> Tensor:
+        tensor = table[slot.tensor]
+        return tensors[tensor.name].narrow(tensor.axis or 0, slot.start, slot.stop - slot.start)
+
     def take(version: int) -> None:
-        for slot, part in receiver.slices(version):
-            tensor = table[slot.tensor]
-            mine = tensors[tensor.name].narrow(tensor.axis or 0, slot.start, slot.stop - slot.start)
-            mine.copy_(part)
+        for _ in receiver.slices(version, place):
+            pass
         receiver.confirm(version, (((name,), tensor) for name, tensor in tensors.items()))
 
     take(0)
