@@ -13,6 +13,9 @@ from typing import cast
 
 from megatron_grpo.check.findings import Finding, Subject
 from megatron_grpo.config import ReasoningGymTask
+from megatron_grpo.config.data import ProblemTask
+from megatron_grpo.environments.data.tables import field, read_rows
+from megatron_grpo.environments.gym_problems import generate_problems
 from megatron_grpo.environments.rewards import RewardFunction, load_reward
 
 # Rows that are graded; all of them are when the run starts.
@@ -25,13 +28,13 @@ def check_task(subject: Subject) -> Iterator[Finding]:
     task = subject.config.task
     if isinstance(task, ReasoningGymTask):
         yield from _check_problems(task)
-    elif task.type in _FIELDS:
+    elif isinstance(task, ProblemTask):
+        yield from _check_sources(task)
+    else:
         yield from _check_rows(task.path, _FIELDS[task.type], task.heldout_rows)
 
 
 def _check_problems(task: ReasoningGymTask) -> Iterator[Finding]:
-    from megatron_grpo.environments.problems import generate_problems
-
     reward = load_reward(task.reward)
     for example in task.reward_examples:
         value = _graded(reward, example.response, example.answer, example.metadata)
@@ -68,6 +71,21 @@ def _check_problems(task: ReasoningGymTask) -> Iterator[Finding]:
         )
     examples = f", {len(task.reward_examples)} examples" if task.reward_examples else ""
     yield Finding("ok", "task", f"{task.name} makes problems; {task.reward} grades them{examples}")
+
+
+def _check_sources(task: ProblemTask) -> Iterator[Finding]:
+    """Files that are there, and the fields in their first rows."""
+    for split, sources in (("train", task.train), ("heldout", task.heldout)):
+        for name, source in sources.items():
+            key = f"task.{split}.{name}"
+            rows = list(islice(read_rows(source.path, source.files, f"{key}.path"), _ROWS_ASKED))
+            for row in rows:
+                for path in (source.problem, source.answer):
+                    field(row, path, key, source.path)
+            if rows:
+                yield Finding("ok", key, f"{source.path} has {source.problem} and {source.answer}")
+            else:
+                yield Finding("problem", key, f"{source.path} has no rows", "check the path")
 
 
 def _graded(function: RewardFunction, response: str, answer: str, metadata: str) -> float | None:

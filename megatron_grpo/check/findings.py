@@ -78,9 +78,7 @@ def run_rules(rules: Sequence[Rule], subject: Subject) -> Report:
             answers = list(rule.ask(subject))
         except GrpoError as error:
             answers = list(problems_of(error))
-        found += [
-            Finding(a.level, a.where, a.text, a.remedy, a.rule or rule.name) for a in answers
-        ]
+        found += [Finding(a.level, a.where, a.text, a.remedy, a.rule or rule.name) for a in answers]
     return Report(tuple(sorted(found, key=lambda finding: _ORDER.index(finding.level))))
 
 

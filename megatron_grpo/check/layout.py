@@ -15,8 +15,9 @@ from grpo_perf.activation_memory import (
 from grpo_perf.hardware import hardware_named
 from grpo_perf.memory import Precision
 from grpo_perf.model_shape import Architecture, read_architecture
+
 from megatron_grpo.check.findings import Finding, Subject
-from megatron_grpo.config import MegatronPolicyConfig, ReasoningGymTask, VllmGeneratorConfig
+from megatron_grpo.config import DataTask, MegatronPolicyConfig, VllmGeneratorConfig
 from megatron_grpo.runtime.placement import Node, assign, plan_placement
 
 
@@ -33,7 +34,9 @@ def check_layout(subject: Subject) -> Iterator[Finding]:
         return
     if isinstance(config.policy, MegatronPolicyConfig):
         config.policy.parallel.check_model(model.shape)
-        yield Finding("ok", "policy.parallel", f"{config.policy.parallel.describe()} fits the model")
+        yield Finding(
+            "ok", "policy.parallel", f"{config.policy.parallel.describe()} fits the model"
+        )
     if isinstance(config.generator, VllmGeneratorConfig):
         tensor = config.generator.tensor
         for what, count in (
@@ -63,10 +66,10 @@ def check_context(subject: Subject) -> Iterator[Finding]:
     positions = _positions(config.model.folder)
     if positions is None:
         return
-    if isinstance(config.task, ReasoningGymTask):
+    if config.generator is not None:
         longest = config.rollouts.max_prompt_tokens + config.sampling.max_new_tokens
         key = "sampling.max_new_tokens"
-    elif config.task.type in ("chats", "preferences"):
+    elif isinstance(config.task, DataTask):
         longest, key = config.task.max_row_tokens, "task.max_row_tokens"
     else:
         return
@@ -174,9 +177,7 @@ def check_placement(subject: Subject) -> Iterator[Finding]:
             f"{idle} of {total} GPUs stay idle ({len(placement.spares)} whole nodes)",
             "raise policy.parallel.data or generator.engines, or ask for fewer nodes",
         )
-    yield Finding(
-        "ok", "placement", f"{ranks} ranks and {workers} engine workers on {total} GPUs"
-    )
+    yield Finding("ok", "placement", f"{ranks} ranks and {workers} engine workers on {total} GPUs")
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
@@ -240,9 +241,7 @@ def _engine_memory(engines: VllmGeneratorConfig, model: Architecture, device: fl
     )
 
 
-def _memory_finding(
-    who: str, needed: float, device: float, parts: str, remedy: str
-) -> Finding:
+def _memory_finding(who: str, needed: float, device: float, parts: str, remedy: str) -> Finding:
     if needed > device:
         return Finding(
             "problem",

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from grpo_perf.model_shape import Architecture
 from packaging.markers import UndefinedEnvironmentName
 from packaging.requirements import Requirement
 
-from grpo_perf.model_shape import Architecture
 from megatron_grpo.check.findings import Finding, Subject
 from megatron_grpo.check.layout import architecture
 from megatron_grpo.config import RunConfig
@@ -38,7 +38,10 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     text = f"{needed / 1e9:.3g} GB for checkpoints and the trained model; {free / 1e9:.3g} GB free"
     if needed > free:
         yield Finding(
-            "problem", f"disk of {folder}", text, "choose another run_dir, or keep fewer checkpoints"
+            "problem",
+            f"disk of {folder}",
+            text,
+            "choose another run_dir, or keep fewer checkpoints",
         )
     else:
         yield Finding("ok", "disk", text)
@@ -46,7 +49,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
 
 def needed_bytes(config: RunConfig, model: Architecture) -> int:
     """One checkpoint more than are kept exists while the newest is written."""
-    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    kept = 3
     return model.num_parameters * (_CHECKPOINT_BYTES * kept + 4)
 
 
@@ -74,8 +77,7 @@ def check_packages(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "problem",
                 f"package {name}",
-                f"is {version}; this version of megatron-grpo was made for "
-                f"{requirement.specifier}",
+                f"is {version}; this version of megatron-grpo was made for {requirement.specifier}",
                 f'pip install "{name}{requirement.specifier}"',
             )
     if absent:

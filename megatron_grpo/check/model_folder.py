@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from grpo_perf.model_shape import Architecture, read_architecture
+
 from megatron_grpo.check.findings import Finding, Subject
 from megatron_grpo.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_launch.slurm import SlurmJob, render
+from grpo_launch.slurm import NODE_DEATH_S, SlurmJob, render
 
 # `srun`: the options tell whether it is the step on all nodes or the driver's.
 SRUN = r"""#!/bin/bash
@@ -30,7 +30,7 @@ wait
 """
 SCONTROL = r"""#!/bin/bash
 echo "$*" >>"$FAKE/told-slurm"
-[ "$1" = requeue ] && { kill -TERM $PPID; exit 0; }
+[ "$1" = requeue ] && { kill -KILL $PPID; exit 0; }
 """
 # `python`: Ray that listens, an address, and a training whose behaviour the test writes.
 PYTHON = r"""#!/bin/bash
@@ -79,7 +79,10 @@ class FakeJob:
         )
         scripts = render(job)
         (self.folder / "job").mkdir()
-        (self.folder / "job" / "train.sbatch").write_text(scripts.train)
+        (self.folder / "job" / "train.sbatch").write_text(
+            # There is no Ray here that takes its time to notice.
+            scripts.train.replace(f"sleep {NODE_DEATH_S} ", "sleep 1 ")
+        )
         (self.folder / "job" / "ray_node.sh").write_text(scripts.node)
 
     def start(self, training: str, restarts: int = 0) -> subprocess.Popen[str]:
