@@ -243,7 +243,7 @@ def _minutes(seconds: int) -> str:
 def _common(job: SlurmJob) -> list[str]:
     # --export: a site may tell sbatch to export nothing. --cpu-bind: the one task of a node uses
     # all of its cores.
-    options = ["--export=ALL", "--cpu-bind=none", "--unbuffered"]
+    options = ["--export=ALL", "--cpu-bind=none"]
     if job.container is not None and not job.apptainer:
         options += [
             f"--container-image={shlex.quote(job.container)}",

@@ -50,6 +50,7 @@ def check_layout(subject: Subject) -> Iterator[Finding]:
                     f"does not divide the model's {count} {what} (found {tensor})",
                     f"use a divisor of {count}",
                 )
+                return
         if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
             yield Finding(
                 "problem",
