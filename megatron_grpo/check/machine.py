@@ -27,6 +27,9 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     """Room for the checkpoints that exist at once, and for the exported model."""
     config = subject.config
     folder = _existing(config.folder.expanduser().absolute())
+    if not folder.is_dir():
+        yield Finding("problem", "run_dir", f"{folder} is no folder", "choose another")
+        return
     if not os.access(folder, os.W_OK):
         yield Finding("problem", "run_dir", f"nobody can write to {folder}", "choose another")
         return
@@ -54,7 +57,7 @@ def needed_bytes(config: RunConfig, model: Architecture) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    return next(p for p in (folder, *folder.parents) if p.is_dir())
+    return next(p for p in (folder, *folder.parents) if p.exists())
 
 
 def check_packages(subject: Subject) -> Iterator[Finding]:

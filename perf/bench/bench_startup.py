@@ -3,16 +3,17 @@
     python perf/bench/bench_startup.py [--ranks 1024] [--processes 4] [--json]
 
 A mock rank does what a real one does before it loads anything: it joins the store, tells where it
-is, and waits for the others. `--processes` processes hold all of them as threads, since memory for a
-thousand interpreters is not the point. Phases: plan (placement of ranks on nodes), store (rank 0
-opens it), join (everyone connects), meet (everyone knows everyone's address, by one gather at rank 0
-and one read by each), barrier. Each is measured at a quarter of the ranks as well: work that grows no
-worse than linearly takes at most four times as long.
+is, and waits for the others. `--processes` processes hold all of them as threads, since memory for
+a thousand interpreters is not the point. Phases: plan (placement of ranks on nodes), store (rank 0
+opens it), join (everyone connects), meet (everyone knows everyone's address, by one gather at rank
+0 and one read by each), barrier. Each is measured at a quarter of the ranks as well: work that
+grows no worse than linearly takes at most four times as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing as mp
 import sys
@@ -96,7 +97,7 @@ def measure(ranks: int, processes: int) -> Startup:
     bounds = [ranks * i // processes for i in range(processes + 1)]
     children = [
         context.Process(target=host_process, args=(low, high, ranks, where, outer))
-        for low, high in zip(bounds, bounds[1:])
+        for low, high in itertools.pairwise(bounds)
     ]
     # A process counts from the moment it runs: interpreters are not what is measured.
     for child in children:
@@ -122,13 +123,18 @@ def measure(ranks: int, processes: int) -> Startup:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     measure(32, options.processes)  # imports and page cache
-    rows = [measure(options.ranks // 4, options.processes), measure(options.ranks, options.processes)]
+    rows = [
+        measure(options.ranks // 4, options.processes),
+        measure(options.ranks, options.processes),
+    ]
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
         return 0

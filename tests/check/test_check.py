@@ -74,7 +74,7 @@ def test_a_run_that_can_start_has_no_problems(tmp_path, model):
         ("policy.parallel.pipeline", 4, "parallel.pipeline * virtual_pipeline", "2 layers"),
         ("generator.tensor", 3, "generator.tensor", "4 attention heads"),
         ("policy.parallel.data", 16, "policy.parallel.data", "share 8 sequences"),
-        ("policy.parallel.data", 8, "placement", "needs 18 GPU in all"),
+        ("policy.parallel.data", 8, "placement", "hold 4 of them; add nodes for 4 more (8 GPU)"),
         ("generator.tensor", 16, "generator.tensor", "4 attention heads"),
         ("cluster.gpus_per_rank", 0, "cluster.gpus_per_rank", "none of the 8 GPUs"),
         ("generator.kv_cache_bytes", 100, "generator.kv_cache_bytes", "holds not one sequence"),
@@ -82,7 +82,7 @@ def test_a_run_that_can_start_has_no_problems(tmp_path, model):
         ("task.parameters.min_terms", 9, "task.parameters", "refuses them"),
         ("task.reward", "nowhere:f", "reward nowhere:f", "importing nowhere failed"),
         ("model.path", "/nowhere", "model.path", "holds no config.json"),
-        ("run_dir", "/proc/x", "run_dir", "nobody can write"),
+        ("run_dir", "/etc/hosts/x", "run_dir", "/etc/hosts is no folder"),
         ("policy.parallell", {}, "config.yaml: policy.parallell", "did you mean policy.parallel"),
     ],
 )
@@ -100,8 +100,9 @@ def test_what_is_wrong_is_named_with_its_remedy(tmp_path, model, key, value, whe
 
 def test_memory_is_held_against_the_gpu_by_hand(tmp_path, model):
     config = values(model)
-    config["policy"]["microbatch_tokens"] = 1 << 24
-    # 16.8 M tokens: the layer inputs alone are 2 layers x 2 bytes x 64 x 4 = 1 kB a token.
+    config["policy"]["microbatch_tokens"] = 1 << 25
+    # Kept per token and layer: 4 x 64 inputs, (128 + 128 + 128) / 2 of attention, 3 x 128 / 2 of
+    # the feed-forward: 640 numbers. 33.5 M tokens x 2 layers x 2 bytes x 640 = 86 GB, of 80.
     assert "memory of a policy rank" in problems(check(tmp_path, config, gpu="a100"))
     unknown = [
         f.where for f in check(tmp_path, values(model), gpu="").findings if f.level == "unknown"

@@ -39,7 +39,9 @@ case "$*" in
   *ray.scripts.scripts*)
     trap 'exit 1' TERM
     echo "up $RAY_AUTH_MODE" >>"$FAKE/ray"
+    [ -e "$FAKE/slow" ] && rm "$FAKE/slow" && exit 1
     folder=$(sed 's/.*--temp-dir=\([^ ]*\).*/\1/' <<<"$*")
+    echo "Ray runtime started."
     case "$*" in *--head*) echo "  ray start --address='127.0.0.1:9'" ;; esac
     while :; do
       [ -e "$FAKE/break${folder##*-}" ] && exit 1

@@ -44,6 +44,14 @@ def test_the_driver_is_told_where_the_cluster_is_and_how_many_nodes_it_has(tmp_p
     assert f"run_dir={tmp_path}/run" in told
 
 
+def test_a_ray_that_does_not_come_up_at_first_is_started_again(tmp_path):
+    job = FakeJob(tmp_path)
+    (job.fake / "slow").touch()
+    log = job.finish(process := job.start("exit 0"))
+    assert process.returncode == 0, log
+    assert "Ray did not start (try 1 of 3)" in log
+
+
 def test_a_job_restarted_after_its_training_was_done_does_nothing(tmp_path):
     job = FakeJob(tmp_path)
     job.finish(job.start("exit 0"))

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slurm.lab import Cluster
 from tiny import save_tiny
 from toy import save_toy_tokenizer
-
-from slurm.lab import Cluster
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>{{ m['content'] }}</s>"

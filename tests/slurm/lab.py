@@ -113,9 +113,7 @@ class Cluster:
         end = time.monotonic() + limit_s
         while True:
             left = [
-                line
-                for node in range(1, self.nodes + 1)
-                for line in self.foreign_processes(node)
+                line for node in range(1, self.nodes + 1) for line in self.foreign_processes(node)
             ]
             if not left:
                 return

@@ -114,9 +114,7 @@ def test_two_jobs_on_one_node_do_not_disturb_each_other(cluster, sft):
 def test_a_lost_node_requeues_and_the_run_goes_on(cluster, sft, lost):
     job = cluster.launch(sft(f"lost_{lost}", STEPS), *TWO_NODES)
     cluster.wait_for_step(job, 25)
-    names = cluster.call(
-        "scontrol", "show", "hostnames", cluster.state(job)["NodeList"]
-    ).split()
+    names = cluster.call("scontrol", "show", "hostnames", cluster.state(job)["NodeList"]).split()
     node = names[0 if lost == "head" else 1].removeprefix("node")
     cluster.lab("node-down", node)
     try:
@@ -133,9 +131,7 @@ def test_a_lost_node_requeues_and_the_run_goes_on(cluster, sft, lost):
 def test_a_lost_node_is_replaced_by_the_spare_within_the_job(cluster, sft):
     job = cluster.launch(sft("spare", STEPS), *TWO_NODES, "--spares", "1")
     cluster.wait_for_step(job, 25)
-    names = cluster.call(
-        "scontrol", "show", "hostnames", cluster.state(job)["NodeList"]
-    ).split()
+    names = cluster.call("scontrol", "show", "hostnames", cluster.state(job)["NodeList"]).split()
     # The policy's two ranks are on two of the three; the second is never the head.
     node = names[1].removeprefix("node")
     cluster.lab("node-down", node)
