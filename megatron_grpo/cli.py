@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_grpo.commands.evaluate import evaluate
+from megatron_grpo.commands.grade import grade
 from megatron_grpo.commands.launch import app as launch
 from megatron_grpo.commands.performance import plan, simulate
 from megatron_grpo.commands.profile import profile
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(show)
+app.command("eval")(evaluate)
+app.command()(grade)
 app.command()(plan)
 app.command()(simulate)
 app.command()(profile)

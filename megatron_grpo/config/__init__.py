@@ -13,6 +13,8 @@ from megatron_grpo.config.backends import (
     VllmGeneratorConfig,
     WeightsConfig,
 )
+from megatron_grpo.config.data import DialogueTask, MathTask, ProblemData, ProblemTask
+from megatron_grpo.config.grading import GradingConfig
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
 from megatron_grpo.config.run import (
     ChatTask,
@@ -33,15 +35,20 @@ __all__ = [
     "ClusterConfig",
     "DType",
     "DataTask",
+    "DialogueTask",
     "DpoConfig",
     "EvaluationConfig",
+    "GradingConfig",
     "GrpoConfig",
+    "MathTask",
     "MegatronPolicyConfig",
     "ModelConfig",
     "ModelShape",
     "OptimizerConfig",
     "ParallelConfig",
     "PreferenceTask",
+    "ProblemData",
+    "ProblemTask",
     "ReasoningGymTask",
     "ReferenceGeneratorConfig",
     "ReferencePolicyConfig",

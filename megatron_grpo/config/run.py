@@ -34,6 +34,7 @@ from megatron_grpo.config.base import (
     tag_of,
     validate,
 )
+from megatron_grpo.config.data import DialogueTask, MathTask, ProblemTask
 from megatron_grpo.errors import ConfigError
 
 
@@ -120,11 +121,17 @@ class PreferenceTask(DataTask):
 
 TaskConfig = Annotated[
     Annotated[ReasoningGymTask, Tag("reasoning_gym")]
+    | Annotated[MathTask, Tag("math")]
+    | Annotated[DialogueTask, Tag("dialogue")]
     | Annotated[ChatTask, Tag("chats")]
     | Annotated[PreferenceTask, Tag("preferences")],
     Discriminator(tag_of("reasoning_gym")),
 ]
-_TASK_OF = {"grpo": "reasoning_gym", "sft": "chats", "dpo": "preferences"}
+_TASKS_OF = {
+    "grpo": ("reasoning_gym", "math", "dialogue"),
+    "sft": ("chats",),
+    "dpo": ("preferences",),
+}
 
 
 class RolloutsConfig(Section):
@@ -159,6 +166,8 @@ class EvaluationConfig(Section):
     """Steps between evaluations; null: only before the first and after the last step."""
     samples: PositiveInt = 4
     """Completions per held-out problem; accuracy is the mean over all of them."""
+    max_new_tokens: PositiveInt | None = None
+    """Budget of one rollout; null is that of training."""
 
 
 class RunConfig(Section):
@@ -202,13 +211,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        wanted = _TASK_OF[self.algorithm.type]
-        if self.task.type != wanted:
+        wanted = _TASKS_OF[self.algorithm.type]
+        if self.task.type not in wanted:
             raise ConfigError(
                 "task.type",
-                f"algorithm {self.algorithm.type} trains on {wanted}",
+                f"algorithm {self.algorithm.type} trains on {' or '.join(wanted)}",
                 found=self.task.type,
-                remedy=f"set it to {wanted}, or change algorithm.type",
+                remedy=f"set it to {wanted[0]}, or change algorithm.type",
             )
         if (
             self.reference_folder is not None
@@ -222,37 +231,33 @@ class RunConfig(Section):
                 found=True,
                 remedy="set it to false",
             )
-        if isinstance(self.task, ReasoningGymTask):
-            self._check_sampled(self.task)
-        else:
+        if isinstance(self.task, DataTask):
             self._check_data(self.task)
+        else:
+            self._check_sampled(self.task)
         return self
 
-    def _check_sampled(self, task: ReasoningGymTask) -> None:
-        longest = self.rollouts.max_prompt_tokens + self.sampling.max_new_tokens
+    def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
+        sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)
+        evaluated = ("evaluation.max_new_tokens", self.evaluation.max_new_tokens or 0)
         limits = [
-            ("generator.max_model_tokens", self.engines.max_model_tokens),
-            ("policy.microbatch_tokens", self.policy.microbatch_tokens),
+            ("generator.max_model_tokens", self.engines.max_model_tokens, sampled),
+            ("generator.max_model_tokens", self.engines.max_model_tokens, evaluated),
+            ("policy.microbatch_tokens", self.policy.microbatch_tokens, sampled),
         ]
-        for key, limit in limits:
+        for key, limit, (budget_key, budget) in limits:
+            longest = self.rollouts.max_prompt_tokens + budget
             if longest > limit:
                 raise ConfigError(
                     key,
                     "the longest rollout (rollouts.max_prompt_tokens "
                     f"{self.rollouts.max_prompt_tokens} + "
-                    f"sampling.max_new_tokens {self.sampling.max_new_tokens}) has {longest} tokens",
+                    f"{budget_key} {budget}) has {longest} tokens",
                     found=limit,
                     remedy=f"set {key} to at least {longest}",
                 )
-        trainable = task.rows - task.heldout_rows
-        if trainable < self.rollouts.groups_per_step:
-            raise ConfigError(
-                "task.rows",
-                f"leaves {trainable} training problems, fewer than the "
-                f"{self.rollouts.groups_per_step} of rollouts.groups_per_step",
-                found=task.rows,
-                remedy="generate more rows or take smaller steps",
-            )
+        if isinstance(task, ReasoningGymTask):
+            self._check_rows(task)
         if (self.policy.type == "megatron") != (self.engines.type == "vllm"):
             raise ConfigError(
                 "generator.type",
@@ -293,6 +298,17 @@ class RunConfig(Section):
                 remedy="set it to 0, or algorithm.baseline to one of the group",
             )
 
+    def _check_rows(self, task: ReasoningGymTask) -> None:
+        trainable = task.rows - task.heldout_rows
+        if trainable < self.rollouts.groups_per_step:
+            raise ConfigError(
+                "task.rows",
+                f"leaves {trainable} training problems, fewer than the "
+                f"{self.rollouts.groups_per_step} of rollouts.groups_per_step",
+                found=task.rows,
+                remedy="generate more rows or take smaller steps",
+            )
+
     def _check_data(self, task: DataTask) -> None:
         """Nothing is sampled, so whatever is about sampling must be left alone."""
         if self.generator is not None:
@@ -309,7 +325,7 @@ class RunConfig(Section):
                 self.rollouts,
                 [n for n in RolloutsConfig.model_fields if n != "groups_per_step"],
             ),
-            ("evaluation", self.evaluation, ["samples"]),
+            ("evaluation", self.evaluation, ["samples", "max_new_tokens"]),
         ):
             for key in unused:
                 value = given.model_dump()[key]

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config import RolloutsConfig, RunningRequests
@@ -73,6 +73,8 @@ class LiveSource:
         deadline_s: longest wait for any one completion, and for any sign of life.
         running_requests: see above.
         has_spread: whether a group's rewards differ; used if rollouts.replace_rounds is set.
+        mixture: (rows, weight) of consecutive stretches of the training prompts; None is one of
+            all.
     """
 
     def __init__(
@@ -87,10 +89,11 @@ class LiveSource:
         deadline_s: float,
         running_requests: RunningRequests = "finish",
         has_spread: Callable[[RolloutGroup], bool] | None = None,
+        mixture: Sequence[tuple[int, float]] | None = None,
     ) -> None:
         self._environment = environment
         self._fingerprint = environment.fingerprint()
-        self._order = PromptOrder(environment.num_prompts("train"), seed)
+        self._order = MixedOrder(mixture or [(environment.num_prompts("train"), 1.0)], seed)
         self._rollouts = rollouts
         self._running_requests = running_requests
         self._stay_at_engine = running_requests in ("keep", "keep_cache")
@@ -290,7 +293,7 @@ class PromptOrder:
     [0, 1, 2]
     """
 
-    def __init__(self, num_rows: int, seed: int) -> None:
+    def __init__(self, num_rows: int, seed: int | str) -> None:
         if num_rows < 1:
             raise RolloutError("environment", "has no training prompts", remedy="check its data")
         self._num_rows = num_rows
@@ -306,3 +309,43 @@ class PromptOrder:
             # epoch.
             random.Random(f"{self._seed}/{epoch}").shuffle(self._rows)
         return self._rows[offset]
+
+
+class MixedOrder:
+    """Rows of several stretches in proportion to their weights, each stretch in its own shuffled
+    epochs.
+
+    After any number n of prompts, every stretch has been drawn within one of its share of n. Which
+    row a position is depends on nothing but the mixture and the seed.
+
+    >>> order = MixedOrder([(10, 3.0), (5, 1.0)], seed=1)
+    >>> sum(order.row(position) >= 10 for position in range(8))
+    2
+    """
+
+    def __init__(self, mixture: Sequence[tuple[int, float]], seed: int) -> None:
+        # A single stretch is shuffled by the seed alone.
+        seeds = [seed] if len(mixture) == 1 else [f"{seed}/{i}" for i in range(len(mixture))]
+        self._orders = [PromptOrder(rows, own) for (rows, _), own in zip(mixture, seeds)]
+        self._starts = [sum(rows for rows, _ in mixture[:i]) for i in range(len(mixture))]
+        total = sum(weight for _, weight in mixture)
+        self._shares = [weight / total for _, weight in mixture]
+        self._drawn = [0] * len(mixture)
+        self._position = 0
+
+    def row(self, position: int) -> int:
+        if len(self._orders) == 1:
+            return self._orders[0].row(position)
+        if position < self._position:
+            self._drawn, self._position = [0] * len(self._orders), 0
+        while True:
+            behind = [
+                share * (self._position + 1) - drawn
+                for share, drawn in zip(self._shares, self._drawn)
+            ]
+            stretch = behind.index(max(behind))
+            offset = self._drawn[stretch]
+            self._drawn[stretch] += 1
+            self._position += 1
+            if self._position == position + 1:
+                return self._starts[stretch] + self._orders[stretch].row(offset)

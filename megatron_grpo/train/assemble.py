@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_grpo.config import RunConfig, dump_config
+from megatron_grpo.config import (
+    ChatTask,
+    DialogueTask,
+    MathTask,
+    PreferenceTask,
+    ReasoningGymTask,
+    RunConfig,
+    dump_config,
+)
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
@@ -25,7 +33,8 @@ from megatron_grpo.train.data_summary import (
     summarize_data,
     write_data_summary,
 )
-from megatron_grpo.train.evaluate import Evaluation, Evaluator
+from megatron_grpo.train.evaluate import Evaluator
+from megatron_grpo.train.evaluation_report import report_evaluation
 from megatron_grpo.train.loop import Run, train
 from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
 from megatron_grpo.train.reference_scores import ReferenceScorer
@@ -95,7 +104,7 @@ def run_on_data(config: RunConfig, console: Console) -> DataSummary:
     from megatron_grpo.train.data_run import build_data_run
 
     started = time.perf_counter()
-    if config.task.type == "reasoning_gym":
+    if not isinstance(config.task, ChatTask | PreferenceTask):
         raise ConfigError("task.type", "holds no rows to train on")
     data = load_data(config.task, ChatTokenizer(config.model.folder))
     with ExitStack() as stack:
@@ -152,7 +161,9 @@ def build_run(
         config.steps,
         config.cluster.step_deadline_s,
         config.seed,
-        report=lambda result: report_evaluation(result, metrics, console),
+        report=lambda result, problems: report_evaluation(
+            result, problems, metrics, console, folder
+        ),
     )
     source = LiveSource(
         environment,
@@ -162,6 +173,7 @@ def build_run(
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
+        mixture=mixture_of(environment),
         running_requests=config.weights.running_requests,
         has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
     )
@@ -197,28 +209,31 @@ def build_grpo(config: RunConfig) -> Algorithm:
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
 
 
-def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console) -> None:
-    metrics.log(
-        result.version,
-        {"heldout_accuracy": result.accuracy, "heldout_tokens_mean": result.mean_tokens},
-    )
-    console.print(
-        f"held-out accuracy after {result.version} steps: [bold]{result.accuracy:.3f}[/bold] "
-        f"± {result.standard_error:.3f} ({result.problems} problems x {result.samples} samples)"
-    )
-
-
 def build_environment(config: RunConfig, tokenizer) -> Environment:
+    """What the task's `type` names; the tokenizer is the model's."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
     from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
 
-    if config.task.type != "reasoning_gym":
-        raise ConfigError("task.type", "poses no problems to sample answers for")
-    return ReasoningGymEnvironment(
-        config.task,
-        tokenizer,
-        max_prompt_tokens=config.rollouts.max_prompt_tokens,
-        groups_per_step=config.rollouts.groups_per_step,
-    )
+    limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
+    match config.task:
+        case ReasoningGymTask():
+            return ReasoningGymEnvironment(config.task, tokenizer, *limits)
+        case MathTask():
+            return MathEnvironment(config.task, tokenizer, *limits)
+        case DialogueTask():
+            return DialogueEnvironment(config.task, tokenizer, *limits)
+    raise ConfigError("task.type", "poses no problems to sample answers for")
+
+
+def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:
+    """(rows, weight) of the training sources of environments that read files."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
+
+    if isinstance(environment, MathEnvironment | DialogueEnvironment):
+        return environment.problems.mixture
+    return None
 
 
 def check_model_folder(folder: Path, key: str = "model.path") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,17 @@ def rate(count: float, seconds: Mapping[str, float], phases: Sequence[str]) -> f
     return count / spent if spent > 0 else 0.0
 
 
+def failures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rollouts whose reward is 0 for a reason other than a wrong answer, by reason."""
+    counts = Counter(
+        f"graded/{rollout.reward.reason.replace(' ', '_')}"
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.reward.reason not in ("", "correct", "wrong")
+    )
+    return {name: float(count) for name, count in counts.items()}
+
+
 def step_record(
     step: int,
     groups: Sequence[RolloutGroup],
@@ -88,5 +100,6 @@ def step_record(
         # The policy made `step - 1` updates before this step; 0 is on-policy.
         "staleness_max": float(step - 1 - oldest),
         "padding_fraction": 1.0 - batch.num_tokens / batch.padded_tokens,
+        **failures(groups),
     }
     return StepRecord(step, metrics, dict(seconds), generated, batch.num_tokens)
