@@ -1,6 +1,6 @@
 """Runs real steps of a config and gathers what every actor did.
 
-    run.train --> loop phases | grading | ranks' spans | engines' spans --> Recording
+    run.train --> loop phases | grading | ranks' spans | engines' spans --> Measured
 
 The loop is the ordinary one; around it only the algorithm is watched, held-out evaluation is left
 out, and the first step is a warm-up.
