@@ -12,6 +12,7 @@ from megatron_grpo.config.backends import (
     VllmGeneratorConfig,
     WeightsConfig,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
 from megatron_grpo.config.run import (
     ChatTask,
@@ -29,6 +30,7 @@ from megatron_grpo.config.run import (
 __all__ = [
     "AlgorithmConfig",
     "ChatTask",
+    "CheckpointConfig",
     "ClusterConfig",
     "DType",
     "DataTask",

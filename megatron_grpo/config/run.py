@@ -33,6 +33,7 @@ from megatron_grpo.config.base import (
     tag_of,
     validate,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.errors import ConfigError
 
 
@@ -165,6 +166,7 @@ class RunConfig(Section):
     """Required to sample (grpo); absent when training on data (sft, dpo)."""
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property

@@ -150,12 +150,12 @@ def test_save_with_pending_gradients_is_refused(folder, tmp_path):
     policy, _ = make_policy(folder)
     policy.forward_backward(GRPO.make_batch(make_groups(), policy.batch_shape), GRPO.loss)
     with pytest.raises(CheckpointError, match="gradients have accumulated"):
-        policy.save(tmp_path / "checkpoint")
+        policy.save(tmp_path / "checkpoint").result()
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(folder, tmp_path):
     other = save_tiny(tmp_path / "other", num_hidden_layers=1)
-    make_policy(other)[0].save(tmp_path / "checkpoint")
+    make_policy(other)[0].save(tmp_path / "checkpoint").result()
     policy, _ = make_policy(folder)
     before = [p.detach().clone() for p in policy.model.parameters()]
     with pytest.raises(CheckpointError, match=r"does not fit the model.*layers\.1"):
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(folder, tm
 
 def test_a_save_that_was_cut_short_is_refused(folder, tmp_path):
     policy, _ = make_policy(folder)
-    policy.save(tmp_path / "checkpoint")
+    policy.save(tmp_path / "checkpoint").result()
     (tmp_path / "checkpoint" / "state.json").unlink()
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         policy.load(tmp_path / "checkpoint")
