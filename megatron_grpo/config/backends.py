@@ -33,38 +33,76 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with a warm-up and a schedule, counted in optimizer steps."""
+    """An optimizer with a warm-up and a schedule, counted in optimizer steps."""
 
+    type: Literal["adam", "sgd", "muon"] = "adam"
+    """adam: AdamW. sgd: with momentum. muon: orthogonalised momentum on the layers' matrices, AdamW
+    on embeddings, head, norms and biases; under Megatron it needs the emerging_optimizers package.
+    """
+    momentum: Fraction | None = None
+    """Of sgd (null: 0.9) and muon (null: 0.95)."""
     learning_rate: PositiveFloat = 1e-6
     min_learning_rate: NonNegativeFloat = 0.0
     """Where a decaying schedule ends; a constant one ignores it and refuses a value."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """wsd: warm-up, stable, then a linear decay."""
     warmup_steps: NonNegativeInt = 0
+    stable_steps: PositiveInt | None = None
+    """Steps at the peak between warm-up and decay; of a wsd schedule, and required there."""
     decay_steps: PositiveInt | None = None
-    """Steps to reach min_learning_rate; required unless the schedule is constant."""
+    """The step at which min_learning_rate is reached; required unless the schedule is constant."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
-    """Applied to matrices only, never to norms and biases."""
+    """Applied to matrices only, never to norms and biases; decoupled from the gradient, but for
+    sgd."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip the global gradient norm; null is off."""
 
+    @property
+    def momentum_used(self) -> float:
+        """Of sgd and muon; 0 for adam, whose two are beta1 and beta2."""
+        if self.momentum is not None:
+            return self.momentum
+        return {"adam": 0.0, "sgd": 0.9, "muon": 0.95}[self.type]
+
     @model_validator(mode="after")
-    def _check(self) -> OptimizerConfig:
+    def _check_type(self) -> OptimizerConfig:
+        unused = {"adam": ("momentum",), "sgd": ("beta1", "beta2", "eps"), "muon": ()}[self.type]
+        for key in unused:
+            value = self.model_dump()[key]
+            if value != type(self).model_fields[key].default:
+                raise ConfigError(
+                    key, f"means nothing to {self.type}", found=value, remedy="remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> OptimizerConfig:
+        if (self.stable_steps is not None) != (self.schedule == "wsd"):
+            raise ConfigError(
+                "stable_steps",
+                "belongs to a wsd schedule, which needs it",
+                found=self.stable_steps,
+                remedy="set both or neither",
+            )
         if self.schedule == "constant":
             if self.decay_steps is not None or self.min_learning_rate:
                 raise ConfigError(
                     "decay_steps",
                     "has no meaning under a constant schedule",
                     found=self.decay_steps,
-                    remedy="set schedule to linear or cosine, or drop both decay_steps and "
+                    remedy="set schedule to linear, cosine or wsd, or drop both decay_steps and "
                     "min_learning_rate",
                 )
-        elif self.decay_steps is None or self.decay_steps <= self.warmup_steps:
+            return self
+        before = self.warmup_steps + (self.stable_steps or 0)
+        if self.decay_steps is None or self.decay_steps <= before:
             raise ConfigError(
                 "decay_steps",
-                f"a {self.schedule} schedule must decay after its warm-up of {self.warmup_steps}",
+                f"a {self.schedule} schedule must decay after the {before} steps of its warm-up"
+                + (" and its peak" if self.stable_steps else ""),
                 found=self.decay_steps,
                 remedy="set decay_steps to the number of steps of the run",
             )
@@ -104,6 +142,12 @@ class MegatronPolicyConfig(Section):
                 "overlap_param_gather",
                 "needs distributed_optimizer and overlap_grad_reduce",
                 remedy="set both to true",
+            )
+        if self.distributed_optimizer and self.optimizer.type != "adam":
+            raise ConfigError(
+                "distributed_optimizer",
+                f"shards the state of adam only, not of {self.optimizer.type}",
+                remedy="set it to false",
             )
         multiple = self.parallel.sequence_multiple
         if self.microbatch_tokens % multiple:
@@ -168,6 +212,11 @@ class WeightsConfig(Section):
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""
+    running_requests: Literal["keep", "finish", "abort"] = "keep"
+    """What an engine does with requests in flight when new weights come. keep: they go on under the
+    new weights, their keys and values computed again. finish: the engine takes the weights when
+    the last one has ended; new ones wait, and the wait counts towards deadline_s. abort: they
+    come out with what they have."""
 
 
 class ClusterConfig(Section):

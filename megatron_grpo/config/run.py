@@ -248,6 +248,13 @@ class RunConfig(Section):
                 found=self.engines.type,
                 remedy="pair megatron with vllm, reference with reference",
             )
+        if self.engines.type == "reference" and self.weights.running_requests != "keep":
+            raise ConfigError(
+                "weights.running_requests",
+                "a reference generator only keeps its running requests",
+                found=self.weights.running_requests,
+                remedy="remove it",
+            )
 
     def _check_data(self, task: DataTask) -> None:
         """Nothing is sampled, so whatever is about sampling must be left alone."""

@@ -64,6 +64,7 @@ class VllmEngine:
         self._requests: dict[str, GenerationRequest] = {}
         self._finished: list[Completion] = []
         self._senders: tuple[SenderSpec, ...] = ()
+        self._weights = WeightsConfig()
         self._broken: WeightExchangeError | None = None
 
     def _engine_args(self) -> EngineArgs:
@@ -144,11 +145,14 @@ class VllmEngine:
         self._check_usable()
         until = time.monotonic() + slice_s
         while not self._finished and self._requests and time.monotonic() < until:
-            for output in self._engine.step():
-                if isinstance(output, RequestOutput) and output.finished:
-                    self._finish(output.request_id, output.outputs[0])
+            self._step()
         finished, self._finished = self._finished, []
         return finished
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if isinstance(output, RequestOutput) and output.finished:
+                self._finish(output.request_id, output.outputs[0])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop requests; what they have so far, possibly nothing, comes out of `collect`.
@@ -201,18 +205,20 @@ class VllmEngine:
         }
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
         self._senders = senders
+        self._weights = weights
 
     def pull_weights(self, version: int) -> PullReport:
         """Take the weights that are pushed under `version`; blocks until they are in use.
 
-        Requests in flight go on under the new weights: their keys and values are computed again, as
-        is every cached prefix.
+        Requests in flight are treated as `weights.running_requests` says. Whatever it says, no key
+        or value computed under the old weights is used again: neither theirs nor a cached prefix.
 
         Raises:
             WeightExchangeError: they did not arrive whole; the engine refuses all work afterwards.
         """
         self._check_usable()
         start = time.monotonic()
+        self._settle_requests(start + self._weights.deadline_s)
         rpc = self._engine.collective_rpc
         try:
             rpc("start_weight_update")
@@ -231,6 +237,19 @@ class VllmEngine:
         specs = [spec for sender in self._senders for spec in sender.manifest]
         received = sum(spec.num_bytes for spec in specs)
         return PullReport(version, len(specs), received, time.monotonic() - start)
+
+    def _settle_requests(self, until: float) -> None:
+        if self._weights.running_requests == "abort":
+            self.abort(list(self._requests))
+        elif self._weights.running_requests == "finish":
+            while self._requests:
+                if time.monotonic() > until:
+                    raise WeightExchangeError(
+                        f"request {next(iter(self._requests))}",
+                        f"had not finished {self._weights.deadline_s:g} s after new weights came",
+                        remedy="raise weights.deadline_s, or set weights.running_requests to keep",
+                    )
+                self._step()
 
     def close(self) -> None:
         """Leave the weight channel and end the engine's own processes, if it has any."""

@@ -27,7 +27,7 @@ from megatron_grpo.batch import (
     in_batch_order,
     split_sequences,
 )
-from megatron_grpo.config import OptimizerConfig, ReferencePolicyConfig
+from megatron_grpo.config import ReferencePolicyConfig
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import CheckpointError, PolicyError
 from megatron_grpo.policy.reference_checkpoint import (
@@ -37,6 +37,7 @@ from megatron_grpo.policy.reference_checkpoint import (
     load_state,
     save_state,
 )
+from megatron_grpo.policy.reference_optimizer import make_optimizers
 from megatron_grpo.policy.schedules import learning_rate_at
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats, WeightSender
 from megatron_grpo.types import Float32
@@ -70,7 +71,7 @@ class ReferencePolicy:
         self._config = config
         self._sender = sender
         self._bfloat16 = resolve_dtype(config.dtype, gpu=False) == "bfloat16"
-        self._optimizer = make_adamw(self.model, config.optimizer)
+        self._optimizers = make_optimizers(self.model, config.optimizer)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="save-policy")
         self._steps = 0
         self._accumulated = False
@@ -117,9 +118,10 @@ class ReferencePolicy:
                 remedy="replay the step; its gradients were dropped and no weight has changed",
             )
         rate = learning_rate_at(self._steps, self._config.optimizer)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         self._zero_gradients()
         self._steps += 1
         return UpdateStats(norm, rate, time.monotonic() - start)
@@ -149,11 +151,11 @@ class ReferencePolicy:
                 "gradients have accumulated that a checkpoint does not hold",
                 remedy="save after optimizer_step",
             )
-        copy = copy_state(self.model, self._optimizer, self._steps, self._frozen_identity)
+        copy = copy_state(self.model, self._optimizers, self._steps, self._frozen_identity)
         return self._writer.submit(save_state, folder, copy)
 
     def load(self, folder: Path) -> None:
-        self._steps = load_state(folder, self.model, self._optimizer, self._frozen_identity)
+        self._steps = load_state(folder, self.model, self._optimizers, self._frozen_identity)
         self._zero_gradients()
 
     def close(self) -> None:
@@ -228,18 +230,6 @@ def score_logits(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> tu
     picked_T = logprob_TV.gather(-1, torch.where(real_T, targets_T, 0)[:, None])[:, 0]
     entropy_T = -(logprob_TV.exp() * logprob_TV).sum(-1)
     return torch.where(real_T, picked_T, 0.0), entropy_T
-
-
-def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) that decays matrices only, never norms and biases."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps
-    )
 
 
 def _means(outputs: list[LossOutput]) -> dict[str, float]:

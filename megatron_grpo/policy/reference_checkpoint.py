@@ -1,7 +1,7 @@
 """Files of the reference policy: its own checkpoints, and Hugging Face folders for others.
 
 weights.safetensors     parameters, fp32, Hugging Face names, tied ones once
-optimizer.safetensors   <name>/exp_avg and <name>/exp_avg_sq
+optimizer.safetensors   <name>/<state of its optimizer>
 state.json              format, finished optimizer steps, identity of the frozen model; written
                         last, so its presence means whole
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megatron_grpo.errors import CheckpointError
+from megatron_grpo.policy.reference_optimizer import restore_moments, saved_moments, state_of
 
 _FORMAT = 2
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
@@ -49,17 +51,11 @@ class StateCopy:
 
 
 def copy_state(
-    model: PreTrainedModel, optimizer: torch.optim.AdamW, steps: int, frozen: str = ""
+    model: PreTrainedModel, optimizers: Sequence[Optimizer], steps: int, frozen: str = ""
 ) -> StateCopy:
     """Everything that `load_state` needs to go on exactly."""
-    weights: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        weights[name] = _copy(parameter)
-        state = optimizer.state.get(parameter)  # absent before the first step, when moments are 0
-        for moment in _MOMENTS:
-            value = torch.zeros_like(parameter) if state is None else state[moment]
-            moments[f"{name}/{moment}"] = _copy(value)
+    weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
+    moments = {name: _copy(value) for name, value in saved_moments(model, optimizers).items()}
     return StateCopy(weights, moments, steps, frozen)
 
 
@@ -85,7 +81,7 @@ def save_state(folder: Path, copy: StateCopy) -> None:
 
 
 def load_state(
-    folder: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, frozen: str = ""
+    folder: Path, model: PreTrainedModel, optimizers: Sequence[Optimizer], frozen: str = ""
 ) -> int:
     """Fill model and optimizer from `save_state`'s files; returns the finished optimizer steps.
 
@@ -119,14 +115,17 @@ def load_state(
         )
     parameters = dict(model.named_parameters())
     expected = {name: p.shape for name, p in parameters.items()}
-    expected_moments = {f"{n}/{m}": p.shape for n, p in parameters.items() for m in _MOMENTS}
+    expected_moments = {
+        f"{name}/{key}": parameter.shape
+        for name, parameter, _, keys in state_of(model, optimizers)
+        for key in keys
+    }
     _check_shapes(folder / "weights.safetensors", expected, weights)
     _check_shapes(folder / "optimizer.safetensors", expected_moments, moments)
     steps = state["optimizer_steps"]
     for name, parameter in parameters.items():
         parameter.data.copy_(weights[name])
-        entry: dict[str, Tensor] = {m: moments[f"{name}/{m}"] for m in _MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **entry}
+    restore_moments(model, optimizers, moments, steps)
     return steps
 
 

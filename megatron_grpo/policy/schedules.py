@@ -12,7 +12,8 @@ def learning_rate_at(step: int, config: OptimizerConfig) -> float:
 
     Warm-up is linear and its first step already moves: step s of w uses (s + 1) / w of the peak.
     A decaying schedule then falls from the peak at s = w to min_learning_rate at s = decay_steps,
-    so that a run of decay_steps steps spends none at the minimum.
+    so that a run of decay_steps steps spends none at the minimum. Warm-up, stable, decay (wsd;
+    arXiv:2404.06395, section 4) holds the peak for stable_steps before it falls, linearly here.
 
     >>> c = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_steps=2, decay_steps=6)
     >>> [learning_rate_at(step, c) for step in range(8)]
@@ -23,8 +24,9 @@ def learning_rate_at(step: int, config: OptimizerConfig) -> float:
         return peak * (step + 1) / config.warmup_steps
     if config.decay_steps is None:
         return peak
-    progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
-    progress = min(progress, 1.0)
-    if config.schedule == "linear":
-        return low + (peak - low) * (1.0 - progress)
-    return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    start = config.warmup_steps + (config.stable_steps or 0)
+    progress = (step - start) / (config.decay_steps - start)
+    progress = min(max(progress, 0.0), 1.0)
+    if config.schedule == "cosine":
+        return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return low + (peak - low) * (1.0 - progress)

@@ -62,6 +62,6 @@ def build_data_run(
 
 def report_heldout(result: HeldoutLoss, metrics: MetricsLog, console: Console) -> None:
     values = {"loss": result.loss, **result.means}
-    metrics.log(result.version, {f"heldout_{name}": value for name, value in values.items()})
+    metrics.log(result.version, result.metrics())
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
     console.print(f"held out after {result.version} steps: {shown}")

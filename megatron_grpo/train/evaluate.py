@@ -40,6 +40,10 @@ class Evaluation:
     mean_tokens: float
     truncated_fraction: float
 
+    def metrics(self) -> dict[str, float]:
+        """As logged."""
+        return {"heldout_accuracy": self.accuracy, "heldout_tokens_mean": self.mean_tokens}
+
 
 class Evaluator:
     """Evaluates before the first step, after the last, and every n steps in between."""
@@ -70,10 +74,13 @@ class Evaluator:
     def is_due(self, version: int) -> bool:
         return is_due(version, self._last_version, self._config.every)
 
-    def evaluate_if_due(self, version: int) -> None:
-        if self.is_due(version):
-            self.results.append(self.evaluate(version))
-            self._report(self.results[-1])
+    def evaluate_if_due(self, version: int) -> dict[str, float]:
+        """Metrics of this version; none if it is not its turn."""
+        if not self.is_due(version):
+            return {}
+        self.results.append(self.evaluate(version))
+        self._report(self.results[-1])
+        return self.results[-1].metrics()
 
     def evaluate(self, version: int) -> Evaluation:
         """Sample every held-out problem and grade. Problems whose dialogue goes on past one turn

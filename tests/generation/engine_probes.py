@@ -40,3 +40,8 @@ def probe_step_until(engine, request_id: str, tokens: int) -> int:
         for output in engine._engine.step():
             engine._finish(output.request_id, output.outputs[0])
     return state.detokenizer.num_output_tokens()
+
+
+def probe_running_requests(engine, rule: str) -> None:
+    """Change weights.running_requests of an engine that has joined the channel."""
+    engine._weights = engine._weights.model_copy(update={"running_requests": rule})

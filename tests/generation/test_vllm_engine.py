@@ -214,6 +214,31 @@ def test_b1_a_request_in_flight_goes_on_under_the_new_weights_on_its_own_prefix(
     assert greedy[cut:].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize(("rule", "tokens"), [("finish", 40), ("abort", 20)])
+def test_requests_in_flight_finish_or_stop_under_the_old_weights_where_the_config_says_so(
+    fleet, engine, old_model, new_model, rule, tokens
+):
+    old = fleet.version
+    asked = requests(3, prompt=70, max_new_tokens=40, greedy=True)
+    engine.call("submit", asked)
+    engine.call("probe_step_until", "r0", 20)
+    engine.call("probe_running_requests", rule)
+    try:
+        fleet.push(new_model)
+    finally:
+        engine.call("probe_running_requests", "keep")
+    done = {c.request_id: c for c in engine.call("collect", 5.0)}
+    expected = greedy_continuation(old_model, asked[0].prompt_ids, tokens, STOP).tolist()
+    assert len(done) == 3 and engine.call("in_flight") == []
+    for completion in done.values():
+        assert completion.token_ids.tolist() == expected
+        assert (completion.finish_reason == "abort") is (rule == "abort")
+        assert (completion.versions == old).all()
+    after = engine.run(requests(1, name="after", prompt=70, greedy=True, max_new_tokens=8))
+    expected = greedy_continuation(new_model, asked[0].prompt_ids, 8, STOP).tolist()
+    assert after["after0"].token_ids.tolist() == expected
+
+
 def test_an_aborted_request_comes_out_with_what_it_has_and_the_others_finish(engine, old_model):
     asked = requests(4, prompt=8, max_new_tokens=120, greedy=True)
     late = requests(1, name="late")

@@ -15,7 +15,8 @@ from tiny import save_tiny
 from megatron_grpo.batch import BatchShape
 from megatron_grpo.config import OptimizerConfig, ReferencePolicyConfig
 from megatron_grpo.errors import CheckpointError
-from megatron_grpo.policy.reference import ReferencePolicy, make_adamw, score_logits
+from megatron_grpo.policy.reference import ReferencePolicy, score_logits
+from megatron_grpo.policy.reference_optimizer import make_optimizers
 from megatron_grpo.policy.schedules import learning_rate_at
 from megatron_grpo.weights.in_process import InProcessChannel, hugging_face_manifest
 
@@ -116,7 +117,7 @@ def test_e1_changing_one_sequence_leaves_its_neighbours_bitwise_alone(folder):
 
 def test_norms_and_biases_are_never_decayed(folder):
     policy, _ = make_policy(folder)
-    optimizer = make_adamw(policy.model, OptimizerConfig(weight_decay=0.1))
+    (optimizer,) = make_optimizers(policy.model, OptimizerConfig(weight_decay=0.1))
     names = {id(p): name for name, p in policy.model.named_parameters()}
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
@@ -192,5 +193,71 @@ def test_h1_schedules_by_hand():
     assert found == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
     cosine = OptimizerConfig(learning_rate=2.0, schedule="cosine", decay_steps=2)
     assert [learning_rate_at(s, cosine) for s in range(4)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
+    wsd = OptimizerConfig(
+        learning_rate=1.0, schedule="wsd", warmup_steps=2, stable_steps=3, decay_steps=9
+    )
+    found = [learning_rate_at(step, wsd) for step in range(11)]
+    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
     constant = OptimizerConfig(learning_rate=3e-4)
     assert [learning_rate_at(s, constant) for s in (0, 1, 999)] == [3e-4] * 3
+
+
+def step_once(policy: ReferencePolicy) -> dict[str, torch.Tensor]:
+    """How one step on a fixed batch moves every parameter."""
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    policy.forward_backward(GRPO.make_batch(make_groups(seed=3), policy.batch_shape), GRPO.loss)
+    policy.optimizer_step()
+    return {n: p.detach() - before[n] for n, p in policy.model.named_parameters()}
+
+
+def test_muon_orthogonalises_the_layers_matrices_and_leaves_the_rest_to_adam(folder):
+    """A rate of 1e-3 moves a [32, 16] matrix by 1e-3 * 0.2 * sqrt(32) alike in its main directions
+    (five Newton-Schulz steps end near 1, not at it), however unlike the gradient's; AdamW's first
+    step moves the largest elements of the rest by 1e-3.
+    """
+    optimizer = OptimizerConfig(type="muon", learning_rate=1e-3, max_grad_norm=None, eps=1e-12)
+    policy, _ = make_policy(folder, CONFIG.model_copy(update={"optimizer": optimizer}))
+    moved = step_once(policy)
+    for name, change in moved.items():
+        if change.ndim == 2 and ".layers." in name:
+            scale = 1e-3 * 0.2 * max(change.shape) ** 0.5
+            singular = torch.linalg.svdvals(change.double()) / scale
+            main = singular[: len(singular) // 4]
+            assert 0.68 < float(main.min()) <= float(main.max()) < 1.25, name
+        else:
+            largest = float(change.abs().max())
+            assert largest == pytest.approx(1e-3, rel=1e-2), name
+
+
+def test_sgd_steps_by_its_momentum(folder):
+    """Equal gradients g: the buffer is g, then 0.5 g + g', and the step is the rate times it."""
+    optimizer = OptimizerConfig(type="sgd", learning_rate=0.1, momentum=0.5, max_grad_norm=None)
+    policy, _ = make_policy(folder, CONFIG.model_copy(update={"optimizer": optimizer}))
+    first, second = step_once(policy), step_once(policy)
+    again, _ = make_policy(folder, CONFIG.model_copy(update={"optimizer": optimizer}))
+    step_once(again)
+    batch = GRPO.make_batch(make_groups(seed=3), again.batch_shape)
+    again.forward_backward(batch, GRPO.loss)
+    for name, parameter in again.model.named_parameters():
+        assert parameter.grad is not None
+        expected = 0.5 * first[name] - 0.1 * parameter.grad
+        torch.testing.assert_close(second[name], expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
+def test_every_optimizer_continues_exactly_from_its_checkpoint(folder, tmp_path, kind):
+    config = CONFIG.model_copy(update={"optimizer": OptimizerConfig(type=kind, learning_rate=1e-2)})
+    straight, _ = make_policy(folder, config)
+    step_once(straight)
+    straight.save(tmp_path / kind)
+    resumed, _ = make_policy(folder, config)
+    resumed.load(tmp_path / kind)
+    expected, found = step_once(straight), step_once(resumed)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(folder, tmp_path):
+    make_policy(folder)[0].save(tmp_path / "adam")
+    sgd = CONFIG.model_copy(update={"optimizer": OptimizerConfig(type="sgd")})
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors.*does not fit"):
+        make_policy(folder, sgd)[0].load(tmp_path / "adam")

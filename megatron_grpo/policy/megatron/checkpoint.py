@@ -1,6 +1,6 @@
 """Training state on disk, by Megatron's distributed checkpoints: any layout loads any other's.
 
-Holds weights, optimizer state (fp32 masters, both moments, step) and the count of optimizer steps,
+Holds weights, optimizer state (fp32 masters, moments, step) and the count of optimizer steps,
 which the learning-rate schedule follows. Nothing draws random numbers while training, so there is
 no generator state to keep.
 """
@@ -209,14 +209,20 @@ def _fill_optimizer_state(updater: Updater) -> None:
     granted, also before the first step.
     """
     for part in updater.optimizer.chained_optimizers:
+        adam = "betas" in part.optimizer.defaults
+        names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                if not part.optimizer.state[parameter]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(parameter.data),
-                        "exp_avg_sq": torch.zeros_like(parameter.data),
-                    }
+                state = part.optimizer.state[parameter]
+                if any(state.get(name) is None for name in names):
+                    state.update({name: torch.zeros_like(parameter.data) for name in names})
+                    if adam:
+                        state["step"] = torch.zeros(())
+        part.init_state_fn = _already_filled
+
+
+def _already_filled(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Megatron's hook for making state before a load; `_fill_optimizer_state` has made it."""
 
 
 def _own_steps(updater: Updater) -> None:

@@ -1,9 +1,11 @@
-"""Gradient buffers, AdamW with fp32 masters, and the update of one step."""
+"""Gradient buffers, an optimizer with fp32 masters, and the update of one step."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from megatron.core.distributed import (
@@ -16,11 +18,12 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_grpo.config import MegatronPolicyConfig
-from megatron_grpo.errors import PolicyError
+from megatron_grpo.errors import ConfigError, PolicyError
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.policy.schedules import learning_rate_at
 
@@ -51,7 +54,7 @@ def wrap_chunks(
 
 
 class Updater:
-    """AdamW over the wrapped chunks: decay on matrices only, norm checked before each step.
+    """The optimizer over the wrapped chunks: decay on matrices only, norm checked before each step.
 
     Attributes:
         steps: optimizer steps taken.
@@ -66,7 +69,7 @@ class Updater:
         optimizer = config.optimizer
         model_config = self._chunks[0].config
         settings = OptimizerConfig(
-            optimizer="adam",
+            optimizer=optimizer.type,
             lr=optimizer.learning_rate,
             min_lr=optimizer.min_learning_rate,
             weight_decay=optimizer.weight_decay,
@@ -74,6 +77,7 @@ class Updater:
             adam_beta1=optimizer.beta1,
             adam_beta2=optimizer.beta2,
             adam_eps=optimizer.eps,
+            sgd_momentum=optimizer.momentum_used,
             clip_grad=optimizer.max_grad_norm or _NEVER_CLIP,
             bf16=model_config.bf16,
             params_dtype=model_config.params_dtype,
@@ -81,7 +85,10 @@ class Updater:
             overlap_param_gather=config.overlap_param_gather,
             log_num_zeros_in_grad=False,
         )
-        self.optimizer: ChainedOptimizer = get_megatron_optimizer(
+        build = get_megatron_optimizer
+        if optimizer.type == "muon":
+            build = _muon_builder(settings, optimizer.momentum_used)
+        self.optimizer: ChainedOptimizer = build(
             settings,
             self._chunks,  # type: ignore[arg-type]
             config_overrides=get_standard_config_overrides(settings),
@@ -136,3 +143,21 @@ class Updater:
         self.steps += 1
         self.zero_grad()
         return norm, rate
+
+
+def _muon_builder(settings: OptimizerConfig, momentum: float) -> Callable[..., ChainedOptimizer]:
+    """Megatron's Muon, set so that AdamW's rates fit it: arXiv:2502.16982, section 2.2.
+
+    Raises:
+        ConfigError: the package that holds its arithmetic is not installed.
+    """
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        raise ConfigError(
+            "policy.optimizer.type",
+            "muon needs the emerging_optimizers package, which is not installed",
+            remedy="install it from its source (NVIDIA-NeMo/Emerging-Optimizers), or use adam",
+        )
+    settings.muon_momentum = momentum
+    settings.muon_scale_mode = "spectral"
+    settings.muon_extra_scale_factor = 0.2
+    return cast(Callable[..., ChainedOptimizer], get_megatron_muon_optimizer)

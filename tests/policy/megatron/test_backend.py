@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,32 @@ def test_distributed_and_plain_optimizer_take_torchs_steps(
     assert one([r["updates"][0].grad_norm for r in results]) == pytest.approx(norm, 1e-5)
     after = {n: p.detach().numpy() for n, p in oracle.model.named_parameters()}
     assert relative(results[0]["weights"], after) < 1e-5
+
+
+def test_sgd_with_momentum_takes_torchs_steps(folder: Any, tmp_path: Path) -> None:
+    sgd = {"type": "sgd", "learning_rate": 0.05, "momentum": 0.5, "max_grad_norm": 0.05}
+    policy = {"optimizer": sgd, "distributed_optimizer": False}
+    case = Case(folder(), {"data": 2}, SEQUENCES, policy=policy, steps=2)
+    results = rank_pool().run(2, cases.step_case, case, tmp_path)
+    oracle = Oracle(tiny_model())
+    plain = torch.optim.SGD(oracle.model.parameters(), lr=0.05, momentum=0.5)
+    for _ in range(2):
+        plain.zero_grad()
+        oracle.backward(SEQUENCES, case.loss)
+        torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 0.05)
+        plain.step()
+    after = {n: p.detach().numpy() for n, p in oracle.model.named_parameters()}
+    assert relative(results[0]["weights"], after) < 1e-5
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("emerging_optimizers") is not None, reason="it is installed"
+)
+def test_muon_without_its_package_is_refused_by_name(folder: Any, tmp_path: Path) -> None:
+    policy = {"optimizer": {"type": "muon"}, "distributed_optimizer": False}
+    case = Case(folder(), {}, SEQUENCES, policy=policy)
+    with pytest.raises(Exception, match="muon needs the emerging_optimizers package"):
+        rank_pool().run(1, cases.step_case, case, tmp_path)
 
 
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"data": 2, **TP2_SP}, {"pipeline": 2}])

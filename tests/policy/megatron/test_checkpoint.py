@@ -30,6 +30,30 @@ def case(folder: Path, parallel: dict[str, Any], **policy: Any) -> Case:
     return Case(folder, parallel, SEQUENCES, policy={"optimizer": OPTIMIZER, **policy})
 
 
+SGD = {"type": "sgd", "learning_rate": 1e-2, "momentum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({"pipeline": 2}, {"tensor": 2, "sequence": True}), ({"data": 2}, {"data": 2})],
+    ids=["PP2 TP2", "DP2 DP2"],
+)
+def test_sgd_keeps_its_momentum_through_a_checkpoint(
+    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any]
+) -> None:
+    source = save_tiny(tmp_path / "hf", "qwen2", tied=True)
+    policy = {"optimizer": SGD, "distributed_optimizer": False}
+    first, second = (Case(source, p, SEQUENCES, policy=policy) for p in (saved, loaded))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    target = tmp_path / "checkpoint"
+    straight = rank_pool().run(2, cases.save_case, first, tmp_path / "a", target)
+    resumed = rank_pool().run(2, cases.resume_case, second, tmp_path / "b", target)
+    want = {name: array for rank in straight for name, array in rank.items()}
+    got = {name: array for rank, _, _ in resumed for name, array in rank.items()}
+    assert relative(got, want) < 2e-5
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
