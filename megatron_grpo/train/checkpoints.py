@@ -151,9 +151,7 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def to_keep(
-    checkpoints: Sequence[Checkpoint], config: CheckpointConfig, newest: int
-) -> set[int]:
+def to_keep(checkpoints: Sequence[Checkpoint], config: CheckpointConfig, newest: int) -> set[int]:
     """Steps that stay: the newest ones, the one just written, and the best by the metric.
 
     Of equal ones the newer is better; one that did not measure the metric is never best.

@@ -9,9 +9,8 @@ ahead by so many versions. The loop is the same.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_any
 from dataclasses import dataclass
 
@@ -34,7 +33,6 @@ from megatron_grpo.train.records import StepRecord, step_record
 from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.saver import RunState, Saver
 from megatron_grpo.types import RolloutGroup
-
 
 # How often a step that waits for rollouts looks for a signal.
 _LOOK_S = 0.25
@@ -119,21 +117,14 @@ def next_groups(run: Run, before: RunState) -> list[RolloutGroup]:
         RunStopped: the groups did not come in time; `before` is saved.
     """
     saver = run.saver
-    answer: Future[list[RolloutGroup]] = Future()
-    threading.Thread(target=_fetch, args=(run.source, answer), daemon=True).start()
+    pool = ThreadPoolExecutor(1)  # nothing else ends a wait in the source from outside
+    answer = pool.submit(run.source.next_groups)
+    pool.shutdown(wait=False)
     while not answer.done():
         wait_for_any([answer], timeout=_LOOK_S)
         if saver.stop.overdue(saver.grace_s) and not answer.done():
             saver.save_and_stop(before, {})
     return answer.result()
-
-
-def _fetch(source: GroupSource, answer: Future[list[RolloutGroup]]) -> None:
-    """A thread of its own: nothing else ends a wait in the source from outside."""
-    try:
-        answer.set_result(source.next_groups())
-    except Exception as error:  # noqa: BLE001 (raised again by whoever asks for the answer)
-        answer.set_exception(error)
 
 
 def state_of(run: Run, step: int) -> RunState:

@@ -42,7 +42,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, *, keep_bytes: int = 0, steps_done: int = 0) -> None:
-        """Of a run that goes on, `keep_bytes` of the file and `steps_done` steps of the curves stay.
+        """Of a run that goes on, the first `keep_bytes` and the curves of `steps_done` steps stay.
 
         Raises:
             CheckpointError: the file is shorter than that.

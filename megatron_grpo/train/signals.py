@@ -1,8 +1,8 @@
 """Being asked to stop: SIGTERM, SIGUSR1 (a scheduler, ahead of its time limit) and Ctrl-C.
 
-    first signal    outside the steps there is nothing to save: raised on the spot. Among the steps
-                    it is noted, and the loop stops at the next place where the state is whole.
-    second signal   the process ends at once; a Ray cluster it started ends with it.
+first signal    outside the steps there is nothing to save: raised on the spot. Among the steps
+                it is noted, and the loop stops at the next place where the state is whole.
+second signal   the process ends at once; a Ray cluster it started ends with it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,13 @@ from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
-from megatron_grpo.errors import CheckpointError, ClusterError, ConfigError, PolicyError, WeightExchangeError
+from megatron_grpo.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    PolicyError,
+    WeightExchangeError,
+)
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.checkpoint import (
     Writing,

@@ -91,7 +91,9 @@ def finish_save(writing: Writing) -> None:
     folder = writing.folder
     failure = writing.share.exception()
     writing.pool.shutdown()
-    agree(None if failure is None else CheckpointError(str(folder), f"cannot be written: {failure}"))
+    agree(
+        None if failure is None else CheckpointError(str(folder), f"cannot be written: {failure}")
+    )
     problem = None
     try:
         for finalize in writing.request.finalize_fns:
