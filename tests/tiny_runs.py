@@ -60,15 +60,18 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
     """Lines of metrics.jsonl without what depends on the clock."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
-        {n: v for n, v in json.loads(line).items() if "seconds/" not in n and "_s" != n[-2:]}
+        {n: v for n, v in json.loads(line).items() if "seconds/" not in n and n[-2:] != "_s"}
         for line in lines
     ]
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
     """The exported model, to the last bit."""
-    tensors = load_file(folder / "model" / "model.safetensors")
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {
+        name: tensor.numpy().tobytes()
+        for shard in (folder / "model").glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+    }
 
 
 def groups_of(folder: Path) -> dict[int, list[RolloutGroup]]:

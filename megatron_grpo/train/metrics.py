@@ -41,8 +41,9 @@ class MetricsLog:
     ...     metrics.log(1, {"reward_mean": 0.25})
     """
 
-    def __init__(self, folder: Path, *, keep_bytes: int = 0, steps_done: int = 0) -> None:
-        """Of a run that goes on, the first `keep_bytes` and the curves of `steps_done` steps stay.
+    def __init__(self, folder: Path, *, keep_bytes: int | None = None, steps_done: int = 0) -> None:
+        """Append to what is there, or to the first `keep_bytes` and the curves of `steps_done`
+        steps.
 
         Raises:
             CheckpointError: the file is shorter than that.
@@ -50,7 +51,7 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
         found = self._file.tell()
-        if found < keep_bytes:
+        if keep_bytes is not None and found < keep_bytes:
             raise CheckpointError(
                 str(folder / METRICS_FILE),
                 f"is shorter than the {keep_bytes} bytes it had at step {steps_done}",
