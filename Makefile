@@ -33,7 +33,8 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed
-	$(BIN)/python kernels/bench/bench_linear_logprob.py
+	$(BIN)/python -m megatron_grpo.conversion.smollm2
+	$(BIN)/python perf/bench/gate.py --trl-python $(VENV)-trl/bin/python --out runs/bench.json
 
 bench-trl: $(VENV)/.installed $(VENV)-trl/.installed
 	$(BIN)/python -m megatron_grpo.conversion.smollm2

@@ -184,8 +184,18 @@ class GroupSource(Protocol):
         """The next step's groups; waits until enough are complete and fresh."""
         ...
 
+    def pause(self) -> None:
+        """New weights are about to be pushed: returns when the generator may change them.
+        `published` ends it.
+        """
+        ...
+
     def published(self, version: int) -> None:
         """Weights of `version` are in use at the generator: slots of older work are free."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Name -> value of what happened since the last call, beside the groups that were taken."""
         ...
 
     def state(self) -> SourceState: ...

@@ -56,7 +56,10 @@ class Oracle:
         }
 
     def gradients(self) -> dict[str, np.ndarray]:
-        return {n: p.grad.numpy().copy() for n, p in self.model.named_parameters()}
+        return per_expert({n: p.grad.numpy().copy() for n, p in self.model.named_parameters()})
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return per_expert({n: p.detach().numpy() for n, p in self.model.named_parameters()})
 
     def step(self, optimizer: dict[str, float]) -> float:
         """Clip and step with torch; the norm before clipping."""
@@ -74,6 +77,24 @@ class Oracle:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optimizer["max_grad_norm"])
         adam.step()
         return float(norm)
+
+
+def per_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacks of experts, which transformers keeps in memory, under the names it writes to disk."""
+    named = {}
+    for name, value in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            named[name] = value
+            continue
+        for expert, matrix in enumerate(value):
+            if kind == "gate_up_proj":
+                gate, up = np.split(matrix, 2)
+                named[f"{stem}.{expert}.gate_proj.weight"] = gate
+                named[f"{stem}.{expert}.up_proj.weight"] = up
+            else:
+                named[f"{stem}.{expert}.{kind}.weight"] = matrix
+    return named
 
 
 def relative(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:

@@ -8,7 +8,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from megatron_grpo.algorithms.packing import TokenSequence, make_train_batch, to
 from megatron_grpo.batch import BatchShape, LossOutput, MicroBatch, TrainBatch, masked_sum
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
 from megatron_grpo.errors import ConfigError, GrpoError
-from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.backend import MegatronRank
-from megatron_grpo.policy.megatron.export import BoundParameter, gathered_tensors
+from megatron_grpo.policy.megatron.export import gathered_tensors
 from megatron_grpo.weights.rendezvous import Rendezvous
 
 DEADLINE_S = 45.0
@@ -156,7 +155,7 @@ def gradients(policy: MegatronRank) -> Arrays:
     """Summed gradients under Hugging Face names, on the root of each stage."""
     parts = policy._started
     bound = [
-        BoundParameter(torch.nn.Parameter(item.parameter.main_grad.clone()), item.rule, item.layer)
+        replace(item, parameter=torch.nn.Parameter(item.parameter.main_grad.clone()))
         for item in parts.bound
     ]
     return {n: t.numpy().copy() for n, t in gathered_tensors(bound, parts.spec, None)}
@@ -307,9 +306,8 @@ def manifest_case(rank: int, world: int, case: Case, folder: Path) -> tuple[Any,
         manifest = policy.weight_manifest("bfloat16")
         parts = policy._started
         streamed = []
-        if mesh.holds_first_replica():
-            for name, tensor in gathered_tensors(parts.bound, parts.spec, torch.bfloat16):
-                streamed.append((name, tuple(tensor.shape), str(tensor.dtype)))
+        for name, tensor in gathered_tensors(parts.bound, parts.spec, torch.bfloat16):
+            streamed.append((name, tuple(tensor.shape), str(tensor.dtype)))
         return manifest, streamed
 
 

@@ -12,17 +12,37 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+# What a family needs, or has on purpose: heads wider than hidden / heads, a dense layer among
+# those with experts.
+SETTINGS = {
+    "mistral": {"sliding_window": None, "head_dim": 24},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
 }
 
 
@@ -36,7 +56,7 @@ def tiny_model(family: Family = "qwen2", *, tied: bool = False, seed: int = 0, *
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32 if family == "qwen3" else 16,
+        head_dim=16,
         tie_word_embeddings=tied,
         rms_norm_eps=1e-5,
         max_position_embeddings=512,
@@ -45,6 +65,7 @@ def tiny_model(family: Family = "qwen2", *, tied: bool = False, seed: int = 0, *
         eos_token_id=2,
         pad_token_id=0,
     )
+    settings.update(SETTINGS.get(family, {}))
     settings.update(changes)
     if family == "qwen2":
         settings.pop("head_dim")

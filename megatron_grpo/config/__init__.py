@@ -9,10 +9,13 @@ from megatron_grpo.config.backends import (
     OptimizerConfig,
     ReferenceGeneratorConfig,
     ReferencePolicyConfig,
+    RunningRequests,
     VllmGeneratorConfig,
     WeightsConfig,
 )
 from megatron_grpo.config.checkpoint import CheckpointConfig
+from megatron_grpo.config.data import DialogueTask, MathTask, ProblemData, ProblemTask
+from megatron_grpo.config.grading import GradingConfig
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
 from megatron_grpo.config.run import (
     ChatTask,
@@ -34,20 +37,26 @@ __all__ = [
     "ClusterConfig",
     "DType",
     "DataTask",
+    "DialogueTask",
     "DpoConfig",
     "EvaluationConfig",
+    "GradingConfig",
     "GrpoConfig",
+    "MathTask",
     "MegatronPolicyConfig",
     "ModelConfig",
     "ModelShape",
     "OptimizerConfig",
     "ParallelConfig",
     "PreferenceTask",
+    "ProblemData",
+    "ProblemTask",
     "ReasoningGymTask",
     "ReferenceGeneratorConfig",
     "ReferencePolicyConfig",
     "RolloutsConfig",
     "RunConfig",
+    "RunningRequests",
     "SamplingConfig",
     "SftConfig",
     "VllmGeneratorConfig",

@@ -23,6 +23,8 @@ class ModelShape(Section):
     ffn_hidden: PositiveInt
     vocab: PositiveInt
     num_experts: int = 0
+    expert_ffn_hidden: int = 0
+    """Width of one expert; of a dense model 0."""
 
 
 class ParallelConfig(Section):
@@ -111,7 +113,7 @@ class ParallelConfig(Section):
         if model.num_experts:
             rules += [
                 ("expert", self.expert, "experts", model.num_experts),
-                ("expert_tensor", expert_tensor, "feed-forward width", model.ffn_hidden),
+                ("expert_tensor", expert_tensor, "expert width", model.expert_ffn_hidden),
             ]
         for axis, size, what, count in rules:
             if count % size:
@@ -122,6 +124,13 @@ class ParallelConfig(Section):
                     found=size,
                     remedy=f"use a divisor: {', '.join(map(str, allowed))}",
                 )
+        if model.num_experts and self.tensor > 1 and not self.sequence:
+            raise ConfigError(
+                "parallel.sequence",
+                "must be true for a model with experts that is tensor parallel",
+                found=False,
+                remedy="set it to true, or tensor to 1",
+            )
         if self.expert > 1 and not model.num_experts:
             raise ConfigError(
                 "parallel.expert",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_grpo.config.base import Value
-from megatron_grpo.conversion.families import FAMILIES, Family, ModelSpec, Rope
+from megatron_grpo.conversion.families import FAMILIES, Family, Mixture, ModelSpec, Rope
 from megatron_grpo.errors import CheckpointError
 
 # Fields that say nothing about the mathematics of a forward pass with given weights.
@@ -38,6 +38,7 @@ _ONLY: Mapping[str, tuple[Value, ...]] = {
     "quantization_config": (None,),
     "rope_interleaved": (False,),
     "sliding_window": (None,),
+    "output_router_logits": (False,),
     "use_sliding_window": (False,),
 }
 
@@ -46,6 +47,14 @@ _READ = frozenset(
     dtype torch_dtype head_dim hidden_size intermediate_size layer_types
     max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
     rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size
+    """.split()  # noqa: SIM905 (a list of words reads better)
+)
+
+# Read only where the family has experts. The loss that balances them is not part of any of ours.
+_MIXTURE_READ = frozenset(
+    """
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
+    num_experts_per_tok num_local_experts router_aux_loss_coef
     """.split()  # noqa: SIM905 (a list of words reads better)
 )
 
@@ -85,7 +94,7 @@ def parse_model_spec(fields: Mapping[str, Value], where: str) -> ModelSpec:
     """See `read_model_spec`; `where` names the file in errors."""
     reader = _Reader(fields, where)
     family = _family(reader)
-    _refuse_unknown(reader)
+    _refuse_unknown(reader, family)
     heads = reader.count("num_attention_heads")
     hidden = reader.count("hidden_size")
     kv_heads = (
@@ -112,6 +121,7 @@ def parse_model_spec(fields: Mapping[str, Value], where: str) -> ModelSpec:
         rope=_rope(reader),
         tied=reader.flag("tie_word_embeddings", absent=False),
         dtype=_dtype(reader),
+        mixture=_mixture(reader) if family.mixture else None,
     )
 
 
@@ -158,7 +168,46 @@ def _family(reader: _Reader) -> Family:
     return FAMILIES[name]
 
 
-def _refuse_unknown(reader: _Reader) -> None:
+def _mixture(reader: _Reader) -> Mixture:
+    layers = reader.count("num_hidden_layers")
+    step = 1 if reader.missing("decoder_sparse_step") else reader.count("decoder_sparse_step")
+    given = reader.fields.get("mlp_only_layers")
+    if given is None:
+        given = []
+    if not isinstance(given, list) or not all(isinstance(n, int) for n in given):
+        raise reader.error("mlp_only_layers", "must be a list of layer indices", given)
+    dense = tuple(n for n in range(layers) if n in given or (n + 1) % step)
+    spellings = ("num_experts", "num_local_experts")
+    counts = {reader.count(name) for name in spellings if not reader.missing(name)}
+    if len(counts) != 1:
+        raise reader.error(
+            "num_experts",
+            "is given twice with different values" if counts else "is missing",
+            sorted(counts) or None,
+            "take config.json from the model's author",
+        )
+    mixture = Mixture(
+        num_experts=counts.pop(),
+        top_k=reader.count("num_experts_per_tok"),
+        ffn_hidden=reader.count("moe_intermediate_size"),
+        normalize=reader.flag("norm_topk_prob", absent=False),
+        dense_layers=dense,
+    )
+    if mixture.top_k > mixture.num_experts:
+        raise reader.error(
+            "num_experts_per_tok", f"is more than the {mixture.num_experts} experts", mixture.top_k
+        )
+    return mixture
+
+
+def _refuse_unknown(reader: _Reader, family: Family) -> None:
+    read = _READ | _MIXTURE_READ if family.mixture else _READ
+    if family.window_by_default and "sliding_window" not in reader.fields:
+        raise reader.error(
+            "sliding_window",
+            f"is missing, where {family.name} takes one of 4096 tokens",
+            remedy="set it to null if the model attends to everything",
+        )
     for name, value in reader.fields.items():
         if name in _ONLY:
             sliding_off = (
@@ -169,7 +218,7 @@ def _refuse_unknown(reader: _Reader) -> None:
                 raise reader.error(
                     name, "changes the mathematics", value, f"only {allowed} is supported"
                 )
-        elif name not in _HARMLESS and name not in _READ and value is not None:
+        elif name not in _HARMLESS and name not in read and value is not None:
             raise reader.error(
                 name,
                 "is a field we do not know and may change the mathematics",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config import ModelShape
-from megatron_grpo.conversion.rules import Direct, FusedGateUp, FusedQKV, Vocabulary
+from megatron_grpo.conversion.rules import Direct, FusedGateUp, FusedQKV, Layers, Vocabulary
 
 LAYER = "decoder.layers.{layer}."
 
@@ -39,6 +39,9 @@ class Family:
             is required.
         kv_heads_optional: the family takes num_attention_heads where the field is absent; else
             it is required.
+        mixture: layers may hold experts.
+        window_by_default: where `sliding_window` is absent the family takes one, so it must be
+            given.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Family:
     qk_norm: bool
     head_dim_optional: bool
     kv_heads_optional: bool
+    mixture: bool = False
+    window_by_default: bool = False
 
 
 FAMILIES = MappingProxyType(
@@ -53,8 +58,24 @@ FAMILIES = MappingProxyType(
         family.name: family
         for family in (
             Family("llama", False, False, head_dim_optional=True, kv_heads_optional=True),
+            Family(
+                "mistral",
+                False,
+                False,
+                head_dim_optional=True,
+                kv_heads_optional=False,
+                window_by_default=True,
+            ),
             Family("qwen2", True, False, head_dim_optional=True, kv_heads_optional=False),
             Family("qwen3", False, True, head_dim_optional=False, kv_heads_optional=False),
+            Family(
+                "qwen3_moe",
+                False,
+                True,
+                head_dim_optional=False,
+                kv_heads_optional=False,
+                mixture=True,
+            ),
         )
     }
 )
@@ -99,8 +120,25 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts in place of the MLP: every token goes to the `top_k` best of them.
+
+    Attributes:
+        ffn_hidden: width of one expert.
+        normalize: the chosen experts' weights are made to sum to 1.
+        dense_layers: indices of layers that keep one MLP of the model's own width.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden: int
+    normalize: bool
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A dense decoder as config.json describes it; nothing here was guessed.
+    """A decoder as config.json describes it; nothing here was guessed.
 
     Attributes:
         hidden, ffn_hidden, head_dim: widths.
@@ -108,6 +146,7 @@ class ModelSpec:
         norm_eps: of every RMS norm.
         tied: the head is the embedding.
         dtype: the checkpoint's, e.g. "bfloat16".
+        mixture: None in a dense model.
     """
 
     family: Family
@@ -123,6 +162,7 @@ class ModelSpec:
     rope: Rope
     tied: bool
     dtype: str
+    mixture: Mixture | None = None
 
     @property
     def queries_per_group(self) -> int:
@@ -138,19 +178,37 @@ class ModelSpec:
             hidden=self.hidden,
             ffn_hidden=self.ffn_hidden,
             vocab=self.vocab,
+            num_experts=self.mixture.num_experts if self.mixture else 0,
+            expert_ffn_hidden=self.mixture.ffn_hidden if self.mixture else 0,
         )
 
     def rules(self) -> tuple[Direct, ...]:
         """The tensor table; names hold `{layer}`."""
-        return _dense_rules(self)
+        return _rules(self)
+
+    def layers_of(self, rule: Direct) -> tuple[int, ...]:
+        """Indices of the layers that have this parameter; (0,) outside the layers."""
+        if "{layer}" not in rule.megatron:
+            return (0,)
+        everywhere = range(self.num_layers)
+        dense = self.mixture.dense_layers if self.mixture else everywhere
+        if rule.layers == "every":
+            return tuple(everywhere)
+        return tuple(n for n in everywhere if (n in dense) is (rule.layers == "dense"))
+
+    def experts_of(self, rule: Direct) -> range:
+        """Indices of the experts that have this parameter; one outside the experts."""
+        return range(self.mixture.num_experts if rule.per_expert and self.mixture else 1)
 
     def hf_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor of this model, by its Hugging Face name."""
         module, _, kind = name.rpartition(".")
-        rows, columns = self._matrix(module.rpartition(".")[2])
+        expert = ".experts." in name and self.mixture is not None
+        ffn_hidden = self.mixture.ffn_hidden if expert and self.mixture else self.ffn_hidden
+        rows, columns = self._matrix(module.rpartition(".")[2], ffn_hidden)
         return (rows,) if kind == "bias" or columns is None else (rows, columns)
 
-    def _matrix(self, module: str) -> tuple[int, int | None]:
+    def _matrix(self, module: str, ffn_hidden: int) -> tuple[int, int | None]:
         heads, groups = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         table: dict[str, tuple[int, int | None]] = {
             "embed_tokens": (self.vocab, self.hidden),
@@ -164,9 +222,10 @@ class ModelSpec:
             "k_proj": (groups, self.hidden),
             "v_proj": (groups, self.hidden),
             "o_proj": (self.hidden, heads),
-            "gate_proj": (self.ffn_hidden, self.hidden),
-            "up_proj": (self.ffn_hidden, self.hidden),
-            "down_proj": (self.hidden, self.ffn_hidden),
+            "gate_proj": (ffn_hidden, self.hidden),
+            "up_proj": (ffn_hidden, self.hidden),
+            "down_proj": (self.hidden, ffn_hidden),
+            "gate": (self.mixture.num_experts if self.mixture else 0, self.hidden),
         }
         return table[module]
 
@@ -175,9 +234,9 @@ class ModelSpec:
         for rule in self.rules():
             if not rule.stored:
                 continue
-            layers = range(self.num_layers) if "{layer}" in rule.megatron else (0,)
-            for layer in layers:
-                yield from (name.format(layer=layer) for name in rule.hf)
+            for layer in self.layers_of(rule):
+                for expert in self.experts_of(rule):
+                    yield from rule.hf_names(layer, expert)
 
     def rule_for(self, megatron_name: str) -> Direct:
         """Rule of a Megatron parameter name whose layer index was replaced by `{layer}`."""
@@ -188,7 +247,7 @@ def _by_megatron_name(spec: ModelSpec) -> Mapping[str, Direct]:
     return {rule.megatron: rule for rule in spec.rules()}
 
 
-def _dense_rules(spec: ModelSpec) -> tuple[Direct, ...]:
+def _rules(spec: ModelSpec) -> tuple[Direct, ...]:
     hf = "model.layers.{layer}."
     attention, hf_attention = LAYER + "self_attention.", hf + "self_attn."
     embedding = "model.embed_tokens.weight"
@@ -213,13 +272,25 @@ def _dense_rules(spec: ModelSpec) -> tuple[Direct, ...]:
     rules += [
         Direct(attention + "linear_proj.weight", (hf_attention + "o_proj.weight",), axis=1),
         Direct(LAYER + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
-        FusedGateUp(
-            LAYER + "mlp.linear_fc1.weight",
-            (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"),
-            axis=0,
-        ),
-        Direct(LAYER + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), axis=1),
+        *_gated_mlp(LAYER + "mlp.", hf + "mlp.", "dense"),
+    ]
+    if spec.mixture is not None:
+        experts, hf_experts = LAYER + "mlp.experts.local_experts.{expert}.", hf + "mlp.experts."
+        rules += [
+            Direct(LAYER + "mlp.router.weight", (hf + "mlp.gate.weight",), layers="sparse"),
+            *_gated_mlp(experts, hf_experts + "{expert}.", "sparse"),
+        ]
+    rules += [
         Direct("decoder.final_layernorm.weight", ("model.norm.weight",)),
         Vocabulary("output_layer.weight", (head,), axis=0, stored=not spec.tied),
     ]
     return tuple(rules)
+
+
+def _gated_mlp(megatron: str, hf: str, layers: Layers) -> tuple[Direct, ...]:
+    """down(silu(gate) * up); the names are prefixes."""
+    gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
+    return (
+        FusedGateUp(megatron + "linear_fc1.weight", gate_up, axis=0, layers=layers),
+        Direct(megatron + "linear_fc2.weight", (hf + "down_proj.weight",), axis=1, layers=layers),
+    )

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+# Which layers of a model have a parameter: those with one MLP are dense, those with experts sparse.
+Layers = Literal["every", "dense", "sparse"]
 
 
 class HeadLayout(Protocol):
@@ -35,17 +38,29 @@ class Direct:
 
     Attributes:
         megatron: name with `{layer}` for the global layer index, e.g.
-            "decoder.layers.{layer}.mlp.linear_fc2.weight".
-        hf: names, again with `{layer}`.
-        axis: dimension that tensor parallelism splits; None when every rank holds the whole.
+            "decoder.layers.{layer}.mlp.linear_fc2.weight", and `{expert}` for that of an expert.
+        hf: names, again with `{layer}` and `{expert}`.
+        axis: dimension that tensor parallelism (of experts: expert tensor parallelism) splits;
+            None when every rank holds the whole.
         stored: False for a second copy of a tensor that another rule writes (the head of a tied
             model).
+        layers: which of the model's layers have it.
     """
 
     megatron: str
     hf: tuple[str, ...]
     axis: int | None = None
     stored: bool = True
+    layers: Layers = "every"
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether every expert of a layer has one of its own."""
+        return "{expert}" in self.megatron
+
+    def hf_names(self, layer: int, expert: int = 0) -> list[str]:
+        """The Hugging Face tensors of one layer (and expert)."""
+        return [name.format(layer=layer, expert=expert) for name in self.hf]
 
     def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
         """This rank's parts of the Hugging Face tensors -> its Megatron shard."""

@@ -33,14 +33,19 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
 
 
 def shard_of(
-    rule: Direct, layer: int, spec: ModelSpec, read: Read, tensor: int, tensor_rank: int
+    rule: Direct,
+    layer: int,
+    spec: ModelSpec,
+    read: Read,
+    tensor: int,
+    tensor_rank: int,
+    expert: int = 0,
 ) -> Tensor:
     """The Megatron parameter of `rule` as rank `tensor_rank` of `tensor` holds it; reads nothing
     more.
     """
     parts = []
-    for name in rule.hf:
-        name = name.format(layer=layer)
+    for name in rule.hf_names(layer, expert):
         shape = spec.hf_shape(name)
         if rule.axis is None:
             parts.append(read(name, None, 0, 0))
@@ -65,15 +70,14 @@ def shard_of(
 
 
 def join(
-    rule: Direct, layer: int, spec: ModelSpec, shards: Sequence[Tensor]
+    rule: Direct, layer: int, spec: ModelSpec, shards: Sequence[Tensor], expert: int = 0
 ) -> list[tuple[str, Tensor]]:
     """Named Hugging Face tensors from the shards of all tensor ranks, in rank order, padding
     dropped.
     """
     unpacked = [rule.unpack(shard, spec) for shard in shards]
     named = []
-    for index, template in enumerate(rule.hf):
-        name = template.format(layer=layer)
+    for index, name in enumerate(rule.hf_names(layer, expert)):
         pieces = [parts[index] for parts in unpacked]
         whole = pieces[0] if rule.axis is None else torch.cat(pieces, dim=rule.axis)
         if isinstance(rule, Vocabulary):

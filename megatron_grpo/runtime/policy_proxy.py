@@ -49,6 +49,11 @@ class RayPolicy:
         return call_all(self._members[:1], method, [()], self._step_s)[0]
 
     @property
+    def members(self) -> list[Member]:
+        """The actors, in rank order."""
+        return self._members
+
+    @property
     def batch_shape(self) -> BatchShape:
         return self._shape
 

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_grpo.config import RunConfig
+from megatron_grpo.config import (
+    ChatTask,
+    DialogueTask,
+    MathTask,
+    PreferenceTask,
+    ReasoningGymTask,
+    RunConfig,
+)
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
@@ -25,9 +32,10 @@ from megatron_grpo.train.data_summary import (
     summarize_data,
     write_data_summary,
 )
-from megatron_grpo.train.evaluate import Evaluation, Evaluator
+from megatron_grpo.train.evaluate import Evaluator
+from megatron_grpo.train.evaluation_report import report_evaluation
 from megatron_grpo.train.loop import Run, train
-from megatron_grpo.train.metrics import MetricsLog, Phases
+from megatron_grpo.train.metrics import Phases
 from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.resume import open_records, restore
 from megatron_grpo.train.run_folder import RunFolder, open_run
@@ -127,7 +135,7 @@ def run_on_data(
     from megatron_grpo.train.data_run import build_data_run
 
     started = time.perf_counter()
-    if config.task.type == "reasoning_gym":
+    if not isinstance(config.task, ChatTask | PreferenceTask):
         raise ConfigError("task.type", "holds no rows to train on")
     data = load_data(config.task, ChatTokenizer(config.model.folder))
     with ExitStack() as stack:
@@ -185,6 +193,7 @@ def build_run(
     console: Console,
     stack: ExitStack,
 ) -> tuple[Run, Evaluator]:
+    from megatron_grpo.algorithms.advantages import has_zero_spread
     from megatron_grpo.generation.shared import SharedGenerator
     from megatron_grpo.rollouts.sources import LiveSource
     from megatron_grpo.rollouts.zarr_store import ZarrStore
@@ -200,7 +209,9 @@ def build_run(
         config.steps,
         config.cluster.step_deadline_s,
         config.seed,
-        report=lambda result: report_evaluation(result, metrics, console),
+        report=lambda result, problems: report_evaluation(
+            result, problems, metrics, console, folder.path
+        ),
     )
     source = LiveSource(
         environment,
@@ -210,6 +221,9 @@ def build_run(
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
+        mixture=mixture_of(environment),
+        running_requests=config.weights.running_requests,
+        has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
     )
     stack.callback(source.close)
     run = Run(
@@ -245,25 +259,31 @@ def build_grpo(config: RunConfig) -> Algorithm:
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
 
 
-def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console) -> None:
-    metrics.log(result.version, result.metrics())
-    console.print(
-        f"held-out accuracy after {result.version} steps: [bold]{result.accuracy:.3f}[/bold] "
-        f"± {result.standard_error:.3f} ({result.problems} problems x {result.samples} samples)"
-    )
-
-
 def build_environment(config: RunConfig, tokenizer) -> Environment:
+    """What the task's `type` names; the tokenizer is the model's."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
     from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
 
-    if config.task.type != "reasoning_gym":
-        raise ConfigError("task.type", "poses no problems to sample answers for")
-    return ReasoningGymEnvironment(
-        config.task,
-        tokenizer,
-        max_prompt_tokens=config.rollouts.max_prompt_tokens,
-        groups_per_step=config.rollouts.groups_per_step,
-    )
+    limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
+    match config.task:
+        case ReasoningGymTask():
+            return ReasoningGymEnvironment(config.task, tokenizer, *limits)
+        case MathTask():
+            return MathEnvironment(config.task, tokenizer, *limits)
+        case DialogueTask():
+            return DialogueEnvironment(config.task, tokenizer, *limits)
+    raise ConfigError("task.type", "poses no problems to sample answers for")
+
+
+def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:
+    """(rows, weight) of the training sources of environments that read files."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
+
+    if isinstance(environment, MathEnvironment | DialogueEnvironment):
+        return environment.problems.mixture
+    return None
 
 
 def check_model_folder(folder: Path, key: str = "model.path") -> None:
@@ -296,6 +316,7 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
         config.sampling.temperature,
         stop_token_ids(folder),
         channel.receivers[0],
+        keep_cache=config.weights.running_requests == "keep_cache",
     )
     try:
         yield policy, generator
@@ -324,8 +345,8 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
 
-    world = config.policy.parallel.world_size
-    placement = plan_placement(world, 0, 1, config.cluster.gpus_per_rank)
+    parallel = config.policy.parallel
+    placement = plan_placement(parallel.world_size, 0, 1, config.cluster.gpus_per_rank, parallel)
     with RayCluster(config.cluster, placement) as cluster:
         ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
         yield ranks
@@ -350,6 +371,7 @@ def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
             "megatron_grpo.policy.megatron.backend:MegatronRank",
             (config.policy, config.model, config.seed, r, world, start_s, config.reference_folder),
             rank_env,
+            nsys=r in config.cluster.nsys_ranks,
         )
         for r in range(world)
     ]
@@ -371,7 +393,9 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     parallel, engines = config.policy.parallel, config.engines
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
-    placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
+    placement = plan_placement(
+        world, engines.engines, engines.tensor, config.cluster.gpus_per_rank, parallel
+    )
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [

@@ -4,15 +4,17 @@ behind `run.phases`.
     groups -> batch -> gradients -> update -> weights to the generator -> records -> checkpoint
 
 With `max_staleness: 0` the source waits for `published` before it generates on; with more, it runs
-ahead by so many versions. The loop is the same.
+ahead by so many versions, and `pause` decides what becomes of rollouts in flight while weights
+change. The loop is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_any
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_grpo.batch import TrainBatch
 from megatron_grpo.config import RunConfig
@@ -26,9 +28,9 @@ from megatron_grpo.protocols import (
     StepStats,
     UpdateStats,
 )
-from megatron_grpo.train.evaluate import Evaluation, Evaluator
-from megatron_grpo.train.heldout import HeldoutEvaluator, HeldoutLoss
-from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.evaluate import Evaluation
+from megatron_grpo.train.heldout import HeldoutLoss
+from megatron_grpo.train.metrics import MetricsLog, Phases
 from megatron_grpo.train.records import StepRecord, step_record
 from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.saver import RunState, Saver
@@ -36,6 +38,19 @@ from megatron_grpo.types import RolloutGroup
 
 # How often a step that waits for rollouts looks for a signal.
 _LOOK_S = 0.25
+
+
+class Evaluates(Protocol):
+    @property
+    def results(self) -> Sequence[Evaluation | HeldoutLoss]: ...
+
+    def evaluate_if_due(self, version: int) -> dict[str, float]: ...
+
+
+class Progress(Protocol):
+    def advance(self, values: Mapping[str, float]) -> None:
+        """A step is over; `values` are its metrics."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +66,11 @@ class Run:
     algorithm: Algorithm
     policy: PolicyBackend
     generator: Generator | None
-    evaluator: Evaluator | HeldoutEvaluator
+    evaluator: Evaluates
     store: RolloutStore
     metrics: MetricsLog
     phases: Phases
-    progress: TrainProgress
+    progress: Progress
     saver: Saver
     reference: ReferenceScorer | None = None
     earlier: Sequence[StepRecord] = ()
@@ -91,6 +106,7 @@ def one_step(run: Run, step: int) -> StepRecord:
         run.store.append(step, groups)
     seconds, sampled = run.phases.take(), run.generator is not None
     record = step_record(step, groups, batch, stats, update, seconds, sampled=sampled)
+    record = record.with_metrics(run.source.metrics())
     run.metrics.log(step, record.values())
     run.progress.advance(record.values())
     with run.phases("checkpoint"):
@@ -158,6 +174,8 @@ def publish(run: Run, version: int, *, evaluated: bool = False) -> dict[str, flo
     Args:
         evaluated: this version was, before the run was interrupted.
     """
+    with run.phases("drain"):
+        run.source.pause()
     if run.generator is not None:  # training on data needs none
         with run.phases("push_weights"):
             push_weights(run.policy, run.generator, version, run.config.weights.deadline_s)

@@ -27,6 +27,7 @@ from rich.progress import (
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_grpo.errors import CheckpointError
+from megatron_grpo.spans import SpanRecorder
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -96,7 +97,7 @@ class MetricsLog:
 
 
 class Phases:
-    """Adds up wall seconds per phase name.
+    """Adds up wall seconds per phase name, and keeps when each ran (`spans`).
 
     >>> phases = Phases()
     >>> with phases("generate"):
@@ -107,13 +108,15 @@ class Phases:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self.spans = SpanRecorder()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a block, also one that raises."""
         started = time.perf_counter()
         try:
-            yield
+            with self.spans(name):
+                yield
         finally:
             spent = time.perf_counter() - started
             self._seconds[name] = self._seconds.get(name, 0.0) + spent

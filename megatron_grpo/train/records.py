@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_grpo.batch import TrainBatch
@@ -30,6 +31,10 @@ class StepRecord:
     seconds: Mapping[str, float]
     generated_tokens: int
     trained_tokens: int
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> StepRecord:
+        """The same with more metrics."""
+        return replace(self, metrics={**self.metrics, **metrics})
 
     @property
     def step_s(self) -> float:
@@ -94,6 +99,17 @@ def rate(count: float, seconds: Mapping[str, float], phases: Sequence[str]) -> f
     return count / spent if spent > 0 else 0.0
 
 
+def failures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rollouts whose reward is 0 for a reason other than a wrong answer, by reason."""
+    counts = Counter(
+        f"graded/{rollout.reward.reason.replace(' ', '_')}"
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.reward.reason not in ("", "correct", "wrong")
+    )
+    return {name: float(count) for name, count in counts.items()}
+
+
 def step_record(
     step: int,
     groups: Sequence[RolloutGroup],
@@ -116,5 +132,6 @@ def step_record(
         # The policy made `step - 1` updates before this step; 0 is on-policy.
         "staleness_max": float(step - 1 - oldest),
         "padding_fraction": 1.0 - batch.num_tokens / batch.padded_tokens,
+        **failures(groups),
     }
     return StepRecord(step, metrics, dict(seconds), generated, batch.num_tokens)

@@ -11,7 +11,7 @@ from megatron_grpo.config import RunConfig
 from megatron_grpo.protocols import GroupSource, SourceState
 from megatron_grpo.train.evaluate import Evaluator
 from megatron_grpo.train.heldout import HeldoutEvaluator
-from megatron_grpo.train.loop import Run
+from megatron_grpo.train.loop import Evaluates, Run
 from megatron_grpo.train.metrics import METRICS_FILE, MetricsLog, TrainProgress
 from megatron_grpo.train.records import StepRecord, read_records
 from megatron_grpo.train.run_folder import RunFolder
@@ -64,8 +64,8 @@ def _restore_source(
     source.restore(SourceState(0, state.source.version, now))
 
 
-def _restore_evaluator(evaluator: Evaluator | HeldoutEvaluator, state: RunState) -> None:
+def _restore_evaluator(evaluator: Evaluates, state: RunState) -> None:
     if isinstance(evaluator, Evaluator):
         evaluator.results[:] = state.evaluations
-    else:
+    elif isinstance(evaluator, HeldoutEvaluator):
         evaluator.results[:] = state.heldout

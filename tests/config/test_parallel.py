@@ -58,6 +58,35 @@ def test_a_layout_that_does_not_divide_the_model_says_what_would(axes, message):
     assert message in str(caught.value)
 
 
+QWEN3_30B = ModelShape(
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    hidden=2048,
+    ffn_hidden=6144,
+    vocab=151936,
+    num_experts=128,
+    expert_ffn_hidden=768,
+)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"data": 3, "expert": 3}, "does not divide the model's 128 experts (found 3)"),
+        (
+            {"tensor": 1, "data": 5, "expert_tensor": 5},
+            "parallel.expert_tensor: does not divide the model's 768 expert width (found 5)",
+        ),
+        ({"tensor": 2}, "parallel.sequence: must be true for a model with experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_experts_are_refused(axes, message):
+    with pytest.raises(ConfigError) as caught:
+        ParallelConfig(**axes).check_model(QWEN3_30B)
+    assert message in str(caught.value)
+
+
 def test_layouts_that_fit_smollm2_pass():
     for axes in (
         {"tensor": 3},

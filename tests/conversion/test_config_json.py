@@ -11,17 +11,19 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_grpo.conversion.config_json import parse_model_spec
-from megatron_grpo.conversion.families import Rope
+from megatron_grpo.conversion.families import Mixture, Rope
 from megatron_grpo.errors import CheckpointError
 
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
-    """A real config.json of the family as transformers writes it; None removes a field."""
+    """A real config.json of the family as transformers writes it; a change to None removes a
+    field.
+    """
     fields = tiny_model(family).config.to_diff_dict()
     fields.update({"dtype": "float32", **changes})
-    return {name: value for name, value in fields.items() if value is not None}
+    return {n: value for n, value in fields.items() if value is not None or n not in changes}
 
 
 @pytest.mark.parametrize("family", list(CLASSES))
@@ -29,11 +31,44 @@ def test_every_fact_is_read_from_the_config(family: str) -> None:
     spec = parse_model_spec(config(family, rms_norm_eps=1e-3), "config.json")
     assert (spec.num_layers, spec.hidden, spec.ffn_hidden) == (2, 64, 128)
     assert (spec.num_heads, spec.num_kv_heads, spec.queries_per_group) == (4, 2, 2)
-    assert spec.head_dim == (32 if family == "qwen3" else 16)
+    assert spec.head_dim == {"qwen3": 32, "qwen3_moe": 32, "mistral": 24}.get(family, 16)
     assert (spec.vocab, spec.norm_eps, spec.tied, spec.dtype) == (130, 1e-3, False, "float32")
     assert spec.rope == Rope(1e6)
-    assert (spec.family.qkv_bias, spec.family.qk_norm) == (family == "qwen2", family == "qwen3")
+    assert spec.family.qkv_bias == (family == "qwen2")
+    assert spec.family.qk_norm == (family in ("qwen3", "qwen3_moe"))
     assert spec.shape.ffn_hidden == 128
+
+
+def test_experts_are_read_in_either_spelling_of_their_number() -> None:
+    for name, other in (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")):
+        fields = config("qwen3_moe", num_experts=None, num_local_experts=None)
+        spec = parse_model_spec({**fields, name: 4}, "config.json")
+        assert spec.mixture == Mixture(4, 2, 48, normalize=True, dense_layers=(1,))
+        with pytest.raises(CheckpointError, match="num_experts: is given twice"):
+            parse_model_spec({**fields, name: 4, other: 8}, "config.json")
+    assert (spec.shape.num_experts, spec.shape.expert_ffn_hidden) == (4, 48)
+
+
+def test_layers_with_experts_follow_step_and_list() -> None:
+    fields = config("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    spec = parse_model_spec(fields, "config.json")
+    assert spec.mixture and spec.mixture.dense_layers == (0, 2, 3, 4)
+    names = set(spec.hf_names())
+    assert "model.layers.5.mlp.experts.3.up_proj.weight" in names
+    assert "model.layers.3.mlp.up_proj.weight" in names
+    assert not any(n.startswith("model.layers.3.mlp.experts") for n in names)
+
+
+def test_more_experts_per_token_than_experts_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="num_experts_per_tok: is more than the 4 experts"):
+        parse_model_spec(config("qwen3_moe", num_experts_per_tok=5), "config.json")
+
+
+def test_mistrals_unwritten_sliding_window_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"sliding_window: is missing.*4096"):
+        parse_model_spec(config("mistral", sliding_window=None), "config.json")
+    with pytest.raises(CheckpointError, match="sliding_window: changes the mathematics"):
+        parse_model_spec(config("mistral", sliding_window=4096), "config.json")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_tiny
+from tiny import CLASSES, save_tiny
 
 from megatron_grpo.conversion.families import FAMILIES, ModelSpec, Rope
 from megatron_grpo.conversion.hf_folder import HfFolder
@@ -103,7 +104,7 @@ def test_b6_vocabulary_is_padded_with_zeros_and_cut_again() -> None:
     assert torch.equal(join(rule, 0, SPEC, shards)[0][1], table)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", list(CLASSES))
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_tensor_survives_the_round_trip_bitwise(
@@ -112,12 +113,13 @@ def test_every_tensor_survives_the_round_trip_bitwise(
     folder = HfFolder(save_tiny(tmp_path, family, tied=tied))
     seen = {}
     for rule in folder.spec.rules():
-        for layer in range(2) if "{layer}" in rule.megatron else (0,):
+        places = itertools.product(folder.spec.layers_of(rule), folder.spec.experts_of(rule))
+        for layer, expert in places:
             shards = [
-                shard_of(rule, layer, folder.spec, folder.read, tensor, rank)
+                shard_of(rule, layer, folder.spec, folder.read, tensor, rank, expert)
                 for rank in range(tensor)
             ]
             if rule.stored:
-                seen.update(join(rule, layer, folder.spec, shards))
+                seen.update(join(rule, layer, folder.spec, shards, expert))
     assert set(seen) == set(folder.headers)
     assert all(torch.equal(seen[name], folder.read(name)) for name in seen)

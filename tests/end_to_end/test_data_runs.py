@@ -35,12 +35,17 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def run(tmp_path: Path, model: Path, text: str) -> tuple[DataSummary, Path]:
+REFERENCE = "type: reference"
+MEGATRON = "type: megatron, dtype: float32, parallel: {pipeline: 2}"
+
+
+def run(
+    tmp_path: Path, model: Path, text: str, policy: str = REFERENCE
+) -> tuple[DataSummary, Path]:
     config = tmp_path / "config.yaml"
     config.write_text(
         f"name: data\nmodel: {{path: {model}}}\nrun_dir: {tmp_path / 'run'}\n"
-        "policy: {type: reference, microbatch_tokens: 128, optimizer: {learning_rate: 0.01}}\n"
-        + text
+        f"policy: {{{policy}, microbatch_tokens: 128, optimizer: {{learning_rate: 0.01}}}}\n" + text
     )
     summary = run_training(load_config(config), Console(quiet=True))
     assert isinstance(summary, DataSummary)
@@ -118,3 +123,34 @@ def test_dpo_raises_the_held_out_preference_accuracy_and_keeps_its_scores(tmp_pa
     # 48 pairs of 32 rows: rows come back, with the same scores
     assert len(by_row) == 64 and max(len(scores) for scores in by_row.values()) == 2
     assert all(scores[0] == scores[-1] for scores in by_row.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_megatron_under_ray_and_hugging_face_learn_the_same(tmp_path, model, algorithm):
+    """Three steps of one config on both policies: the losses agree from the first to the last."""
+    pair = {"prompt": [{"role": "user", "content": "ab"}], "chosen": "ba!", "rejected": "?"}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "ab"},
+            {"role": "assistant", "content": "ba!"},
+        ]
+    }
+    rows = [pair if algorithm == "dpo" else chat] * 12
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    kind = "preferences" if algorithm == "dpo" else "chats"
+    text = (
+        f"steps: 3\ntask: {{type: {kind}, path: {data}, heldout_rows: 4, max_row_tokens: 32}}\n"
+        f"algorithm: {{type: {algorithm}}}\nrollouts: {{groups_per_step: 4}}\n"
+    )
+    found = {}
+    for policy in (REFERENCE, MEGATRON):
+        folder = tmp_path / policy.partition(",")[0].removeprefix("type: ")
+        folder.mkdir()
+        summary, run_folder = run(folder, model, text, policy)
+        lines = [json.loads(s) for s in (run_folder / "metrics.jsonl").read_text().splitlines()]
+        losses = [line["loss"] for line in lines if "loss" in line]
+        found[policy] = [*losses, summary.heldout_loss_before, summary.heldout_loss_after]
+        assert len(losses) == 3
+    assert found[MEGATRON] == pytest.approx(found[REFERENCE], rel=1e-4, abs=1e-5)
+    assert found[REFERENCE][2] < found[REFERENCE][0]

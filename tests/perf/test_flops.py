@@ -100,14 +100,22 @@ def test_torch_counts_the_same_on_a_model_of_experts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"num_key_value_heads": 4}),
+        ("qwen2", {"num_key_value_heads": 2}),
+        ("qwen3_moe", {}),
+    ],
+    ids=["dense", "grouped queries", "experts"],
+)
 def test_torch_counts_the_same_on_the_real_rank_packed_with_unequal_lengths(
-    kv_heads: int, tmp_path: Path
+    family: str, changes: dict[str, int], tmp_path: Path
 ) -> None:
     from megatron_cases import Case, random_sequences
     from memory_cases import flops_case
 
-    folder = save_tiny(tmp_path / "model", num_key_value_heads=kv_heads)
+    folder = save_tiny(tmp_path / "model", family, **changes)  # type: ignore[arg-type]
     model = read_architecture(folder)
     batches = [[(4, 6), (3, 12), (9, 2), (2, 1)], [(20, 40)]]
     cases = [

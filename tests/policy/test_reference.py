@@ -249,7 +249,7 @@ def test_every_optimizer_continues_exactly_from_its_checkpoint(folder, tmp_path,
     config = CONFIG.model_copy(update={"optimizer": OptimizerConfig(type=kind, learning_rate=1e-2)})
     straight, _ = make_policy(folder, config)
     step_once(straight)
-    straight.save(tmp_path / kind)
+    straight.save(tmp_path / kind).result()
     resumed, _ = make_policy(folder, config)
     resumed.load(tmp_path / kind)
     expected, found = step_once(straight), step_once(resumed)
@@ -257,7 +257,7 @@ def test_every_optimizer_continues_exactly_from_its_checkpoint(folder, tmp_path,
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(folder, tmp_path):
-    make_policy(folder)[0].save(tmp_path / "adam")
+    make_policy(folder)[0].save(tmp_path / "adam").result()
     sgd = CONFIG.model_copy(update={"optimizer": OptimizerConfig(type="sgd")})
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors.*does not fit"):
         make_policy(folder, sgd)[0].load(tmp_path / "adam")

@@ -1,8 +1,7 @@
 """One rank of the Megatron policy: the one class others see. SPMD; knows nothing of Ray.
 
 All ranks call the same verb at the same time. A rank that has nothing to contribute still takes
-part in every
-collective: membership follows the rank's place in the layout, never the data.
+part in every collective: membership follows the rank's place in the layout, never the data.
 """
 
 from __future__ import annotations
@@ -52,10 +51,13 @@ from megatron_grpo.policy.megatron.export import (
     stored_tensors,
 )
 from megatron_grpo.policy.megatron.frozen import FrozenWeights
+from megatron_grpo.policy.megatron.mixture import check_stages
 from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine, Totals
+from megatron_grpo.policy.megatron.timers import SpanTimers
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats, WeightSender
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Float32
 from megatron_grpo.weights.collective import CollectiveSender
 from megatron_grpo.weights.rendezvous import Rendezvous, host_store, join_store
@@ -127,6 +129,7 @@ class MegatronRank:
         self._channel: _Channel | None = None
         self._writing: Writing | None = None
         self._weights_dtype = torch.float32
+        self.spans = SpanRecorder()
 
     # Start and end
 
@@ -145,11 +148,13 @@ class MegatronRank:
         """
         source = HfFolder(self._model.folder)
         self._config.parallel.check_model(source.spec.shape)
+        check_stages(source.spec, self._config.parallel)
         device = prepare_device(self._config.threads_per_rank)
         self._join(rendezvous, device)
         use_te = choose_transformer_engine(self._config.transformer_engine, device)
         dtype = compute_dtype(self._config.dtype, device)
         megatron_config = transformer_config(source.spec, self._config, dtype, use_te)
+        megatron_config.timers = SpanTimers(self.spans, device)  # type: ignore[assignment]
         chunks = build_chunks(source.spec, megatron_config, use_te)
         for chunk in chunks:
             chunk.to(device=device, dtype=dtype)
@@ -356,12 +361,11 @@ class MegatronRank:
         start = time.monotonic()
         self._sync_parameters()
         report = PushReport(version, 0, 0, 0.0)
-        if mesh.holds_first_replica():
-            tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
-            if mesh.is_stage_root():
-                report = self._send(version, tensors)
-            for _ in tensors:  # peers of a root take part in its gathers
-                pass
+        tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
+        if mesh.is_stage_root():
+            report = self._send(version, tensors)
+        for _ in tensors:  # peers of a root take part in its gathers
+            pass
         return PushReport(version, report.num_tensors, report.sent_bytes, time.monotonic() - start)
 
     def _send(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> PushReport:

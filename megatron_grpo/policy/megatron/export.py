@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,10 @@ from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.model import DecoderModel
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.(.*)$")
+# One module per expert, or (Transformer Engine) one module with a numbered weight per expert.
+_EXPERTS = "mlp.experts.local_experts."
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
+_GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc\d)\.weight(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +39,26 @@ class BoundParameter:
 
     Attributes:
         layer: global layer index; 0 outside the layers.
+        expert: global expert index; 0 outside the experts.
     """
 
     parameter: torch.nn.Parameter
     rule: Direct
     layer: int
+    expert: int = 0
 
     @property
     def hf_names(self) -> list[str]:
-        return [name.format(layer=self.layer) for name in self.rule.hf]
+        return self.rule.hf_names(self.layer, self.expert)
+
+    def of_every_share(self, spec: ModelSpec) -> list[BoundParameter]:
+        """This parameter, or, for an expert, its peers in all shares of the experts, in order."""
+        if not self.rule.per_expert:
+            return [self]
+        _, shares = mesh.expert_share()
+        local = len(spec.experts_of(self.rule)) // shares
+        first = self.expert % local
+        return [replace(self, expert=first + share * local) for share in range(shares)]
 
 
 def bind_parameters(chunks: Sequence[DecoderModel], spec: ModelSpec) -> list[BoundParameter]:
@@ -52,22 +67,38 @@ def bind_parameters(chunks: Sequence[DecoderModel], spec: ModelSpec) -> list[Bou
     for model in chunks:
         for name, parameter in model.named_parameters():
             match = _LAYER.match(name)
-            layer, template = 0, name
+            layer, expert, template = 0, 0, name
             if match:
                 layer = model.global_layer(int(match[2]))
-                template = f"{match[1]}{{layer}}.{CANONICAL_NAMES.get(match[3], match[3])}"
+                inner, expert = _without_expert(CANONICAL_NAMES.get(match[3], match[3]))
+                template = f"{match[1]}{{layer}}.{inner}"
             rule = spec.rule_for(template)
+            if rule.per_expert:
+                share, shares = mesh.expert_share()
+                expert += share * (len(spec.experts_of(rule)) // shares)
             _mark_sharded(parameter, rule)
-            bound.append(BoundParameter(parameter, rule, layer))
+            bound.append(BoundParameter(parameter, rule, layer, expert))
     return bound
 
 
+def _without_expert(name: str) -> tuple[str, int]:
+    """A parameter's name inside its layer with the local expert index taken out."""
+    if match := _EXPERT.match(name):
+        return f"{_EXPERTS}{{expert}}.{match[2]}", int(match[1])
+    if match := _GROUPED_EXPERT.match(name):
+        return f"{_EXPERTS}{{expert}}.{match[1]}.weight", int(match[2])
+    return name, 0
+
+
 def _mark_sharded(parameter: torch.nn.Parameter, rule: Direct) -> None:
-    """Say which parameters differ between tensor ranks.
+    """Say which parameters differ between tensor ranks, and which are experts.
 
     Megatron sets these as a side effect of random initialisation, which we skip; the global
-    gradient norm counts a parameter without them on tensor rank 0 only.
+    gradient norm counts a parameter without them on tensor rank 0 only. Experts have replicas of
+    their own also where only their tensor split differs, which Megatron does not mark.
     """
+    if rule.per_expert:
+        vars(parameter)["allreduce"] = False
     if rule.axis is not None:
         vars(parameter).update(
             tensor_model_parallel=True, partition_dim=rule.axis, partition_stride=1
@@ -76,10 +107,19 @@ def _mark_sharded(parameter: torch.nn.Parameter, rule: Direct) -> None:
 
 def load_weights(bound: Sequence[BoundParameter], folder: HfFolder) -> None:
     """Fill this rank's parameters from a checkpoint, reading only this rank's share of it."""
-    size, rank = mesh.tensor_group().size(), mesh.tensor_group().rank()
     with torch.no_grad():
         for item in bound:
-            shard = shard_of(item.rule, item.layer, folder.spec, folder.read, size, rank)
+            experts = item.rule.per_expert
+            group = mesh.expert_tensor_group() if experts else mesh.tensor_group()
+            shard = shard_of(
+                item.rule,
+                item.layer,
+                folder.spec,
+                folder.read,
+                group.size(),
+                group.rank(),
+                item.expert,
+            )
             if shard.shape != item.parameter.shape:
                 raise CheckpointError(
                     ", ".join(item.hf_names),
@@ -96,8 +136,9 @@ def stored_tensors(
     """Name and full shape of what this pipeline rank gives to the outside, in sending order."""
     for item in bound:
         if item.rule.stored:
-            for name in item.hf_names:
-                yield name, spec.hf_shape(name)
+            for peer in item.of_every_share(spec):
+                for name in peer.hf_names:
+                    yield name, spec.hf_shape(name)
 
 
 def gathered_tensors(
@@ -105,23 +146,30 @@ def gathered_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under their Hugging Face names, on the root of each pipeline stage.
 
-    Every tensor rank of the root's group must run the iterator to its end; others than the root
-    get nothing from it. Cast to `dtype` before travelling. Holds one parameter at a time.
+    Every rank must run the iterator to its end; others than the root get nothing from it. Cast to
+    `dtype` before travelling. Holds one parameter at a time, of experts one of each share.
     """
-    size = mesh.tensor_group().size()
     for item in bound:
-        if not item.rule.stored:
+        experts = item.rule.per_expert
+        gives = mesh.holds_first_experts() if experts else mesh.holds_first_replica()
+        if not item.rule.stored or not gives:
             continue
         shard = item.parameter.detach()
         shard = shard if dtype is None else shard.to(dtype)
-        whole = item.rule.axis is None or size == 1
-        shards = [shard] if whole else _gather_to_root(shard)
-        if mesh.is_stage_root():
-            yield from join(item.rule, item.layer, spec, shards)
+        group = mesh.experts_group() if experts else mesh.tensor_group()
+        whole = item.rule.axis is None or group.size() == 1
+        shards = [shard] if whole else _gather_to_root(shard, group)
+        if not mesh.is_stage_root():
+            continue
+        peers = item.of_every_share(spec)
+        each = len(shards) // len(peers)
+        for index, peer in enumerate(peers):
+            part = shards[index * each : (index + 1) * each]
+            yield from join(peer.rule, peer.layer, spec, part, peer.expert)
 
 
-def _gather_to_root(shard: Tensor) -> list[Tensor]:
-    group = mesh.tensor_group()
+def _gather_to_root(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The shards in rank order on the group's first rank, which is the root; [] elsewhere."""
     root = dist.get_global_rank(group, 0)
     shard = shard.contiguous()
     if dist.get_rank() != root:
@@ -147,21 +195,20 @@ def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Pat
     agree(attempt(lambda: begin_folder(target)) if first else None)
     written: list[tuple[str, list[str], int]] = []
     problem = None
-    if mesh.holds_first_replica():
-        tensors = gathered_tensors(bound, source.spec, None)
-        if mesh.is_stage_root():
-            manifest = [
-                (name, shape, source.headers[name].dtype)
-                for name, shape in stored_tensors(bound, source.spec)
-            ]
-            path = partial_folder(target) / file
-            try:
-                num_bytes = write_shard(path, manifest, tensors)
-                written.append((file, [name for name, _, _ in manifest], num_bytes))
-            except CheckpointError as error:
-                problem = error
-        for _ in tensors:  # peers of a root, and a root that failed: the gathers must complete
-            pass
+    tensors = gathered_tensors(bound, source.spec, None)
+    if mesh.is_stage_root():
+        manifest = [
+            (name, shape, source.headers[name].dtype)
+            for name, shape in stored_tensors(bound, source.spec)
+        ]
+        path = partial_folder(target) / file
+        try:
+            num_bytes = write_shard(path, manifest, tensors)
+            written.append((file, [name for name, _, _ in manifest], num_bytes))
+        except CheckpointError as error:
+            problem = error
+    for _ in tensors:  # peers of a root, and a root that failed: the gathers must complete
+        pass
     agree(problem)
     everything: list[list[tuple[str, list[str], int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everything, written)

@@ -35,6 +35,31 @@ def context_group() -> ProcessGroup:
     return cast(ProcessGroup, parallel_state.get_context_parallel_group())
 
 
+def expert_tensor_group() -> ProcessGroup:
+    """Ranks that hold shards of the same experts."""
+    return cast(ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
+
+
+def experts_group() -> ProcessGroup:
+    """Ranks that together hold every expert of a stage once, tensor shards of an expert side by
+    side.
+    """
+    return cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
+
+
+def expert_share() -> tuple[int, int]:
+    """(which share of the experts this rank holds, number of shares)."""
+    return (
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def holds_first_experts() -> bool:
+    """Whether this rank's experts are the ones that leave, see `holds_first_replica`."""
+    return parallel_state.get_expert_data_parallel_rank() == 0
+
+
 def stage() -> tuple[int, int]:
     """(pipeline rank, pipeline size)."""
     return (

@@ -18,18 +18,22 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_grpo.config import MegatronPolicyConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.sharding import padded_vocabulary
 from megatron_grpo.policy.megatron.attention import PackedAttention, RMSNorm
+from megatron_grpo.policy.megatron.mixture import mixture_settings, repair_mixture
 from megatron_grpo.policy.megatron.mlp import GatedMLP
 
 log = logging.getLogger(__name__)
@@ -126,6 +130,7 @@ def transformer_config(
         perform_initialization=False,  # every weight comes from the checkpoint
         use_cpu_initialization=True,
         **recompute,
+        **mixture_settings(spec, use_te),
     )
 
 
@@ -133,9 +138,32 @@ def layer_spec(
     config: TransformerConfig, use_te: bool, chunk: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers, or Megatron's local ones with our norm and packed attention."""
+    if use_te and config.num_moe_experts is None:
+        return _one_layer(config, use_te, None)
+    dense, sparse = (
+        _one_layer(config, use_te, experts) for experts in (None, config.num_moe_experts)
+    )
+    pattern = config.moe_layer_freq
+    if config.num_moe_experts is None or not isinstance(pattern, list):
+        pattern = [0 if config.num_moe_experts is None else 1] * config.num_layers
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    mine = pattern[first : first + get_num_layers_to_build(config, vp_stage=chunk)]
+    norm = cast(Any, LayerNormImpl if use_te else RMSNorm)  # built like the layers' own
+    specs = [sparse if experts else dense for experts in mine]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def _one_layer(config: TransformerConfig, use_te: bool, experts: int | None) -> ModuleSpec:
+    """A layer with one MLP, or with experts."""
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer = cast(Any, spec.submodules)
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
@@ -144,14 +172,14 @@ def layer_spec(
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
-    norm = cast(Any, RMSNorm)  # built like the layer norms above
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
+    return spec
 
 
 def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> list[DecoderModel]:
     """This rank's model chunks (one without virtual pipelining), weights not yet loaded."""
     virtual = config.virtual_pipeline_model_parallel_size
+    if spec.mixture is not None:
+        repair_mixture()
     layers = "Transformer Engine" if use_te else "local"
     log.info("layer implementation: %s (%s)", layers, config.params_dtype)
     chunks = []
@@ -182,6 +210,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
             model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.head_dim)
         else:
             for layer in model.decoder.layers:
-                GatedMLP.adopt(cast(torch.nn.Module, layer.mlp))
+                if type(layer.mlp) is MLP:  # experts keep Megatron's own
+                    GatedMLP.adopt(layer.mlp)
         chunks.append(model)
     return chunks

@@ -359,6 +359,36 @@ def test_a_non_finite_gradient_raises_everywhere_and_leaves_the_weights_alone(
         assert norm == pytest.approx(want, 1e-4)
 
 
+EXPERT_LAYOUTS = [
+    {"data": 2, "expert": 2},
+    {"pipeline": 2, "data": 2, "expert": 2},
+    {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+    {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
+]
+
+
+@pytest.mark.parametrize("parallel", EXPERT_LAYOUTS)
+def test_b3_every_expert_is_announced_streamed_and_exported_once_bitwise(
+    folder: Any, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    case = Case(folder("qwen3_moe"), parallel, SEQUENCES)
+    world = case.config.parallel.world_size
+    (tmp_path / "manifest").mkdir()
+    results = rank_pool().run(world, cases.manifest_case, case, tmp_path / "manifest")
+    source = load_file(case.folder / "model.safetensors")
+    sent = []
+    for manifest, streamed in results:
+        assert streamed == [(s.name, s.shape, "torch.bfloat16") for s in manifest]
+        sent += [(s.name, s.shape) for s in manifest]
+    assert sorted(sent) == sorted((name, tuple(t.shape)) for name, t in source.items())
+    target = tmp_path / "out"
+    rank_pool().run(world, cases.export_case, case, tmp_path, target)
+    files = [load_file(file) for file in sorted(target.glob("*.safetensors"))]
+    exported = {name: tensor for file in files for name, tensor in file.items()}
+    assert sum(len(file) for file in files) == len(exported) == len(source)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in source.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "parallel",

@@ -55,19 +55,22 @@ def test_sgd_keeps_its_momentum_through_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
+    ("family", "saved", "loaded"),
     [
-        ({"data": 2}, {"data": 2}),
-        ({"data": 2}, {"tensor": 2, "sequence": True}),
-        ({"tensor": 2, "pipeline": 2}, {"data": 2}),
-        ({"pipeline": 2}, {}),
+        ("qwen2", {"data": 2}, {"data": 2}),
+        ("qwen2", {"data": 2}, {"tensor": 2, "sequence": True}),
+        ("qwen2", {"tensor": 2, "pipeline": 2}, {"data": 2}),
+        ("qwen2", {"pipeline": 2}, {}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"data": 2, "expert": 2}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2, "sequence": True}),
+        ("qwen3_moe", {"pipeline": 2, "data": 2, "expert": 2}, {"data": 2}),
     ],
-    ids=lambda parallel: " ".join(parallel) or "one",
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "one",
 )
 def test_a_resumed_run_takes_the_step_the_straight_run_took(
-    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any]
+    tmp_path: Path, family: Any, saved: dict[str, Any], loaded: dict[str, Any]
 ) -> None:
-    source = save_tiny(tmp_path / "hf", "qwen2", tied=True)
+    source = save_tiny(tmp_path / "hf", family, tied=True, num_hidden_layers=4)
     first, second = case(source, saved), case(source, loaded)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -85,6 +88,15 @@ def test_a_resumed_run_takes_the_step_the_straight_run_took(
     assert relative(got, want) < 2e-5
     assert {(steps, rate) for _, steps, rate in resumed} == {(3, 1e-2)}
     assert not (tmp_path / ".checkpoint.partial").exists()
+
+
+def test_a_stage_without_experts_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf", "qwen3_moe", mlp_only_layers=[1])
+    bad = case(source, {"pipeline": 2})
+    with pytest.raises(
+        AssertionError, match=r"policy\.parallel\.pipeline: stage 1 would hold dense"
+    ):
+        rank_pool().run(2, cases.score_case, [bad], tmp_path)
 
 
 def test_loading_what_is_not_a_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
