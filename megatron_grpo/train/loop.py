@@ -34,6 +34,7 @@ from megatron_grpo.train.metrics import MetricsLog, Phases
 from megatron_grpo.train.records import StepRecord, step_record
 from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.saver import RunState, Saver
+from megatron_grpo.train.updates import merged, part_batches, updates_per_step
 from megatron_grpo.types import RolloutGroup
 
 # How often a step that waits for rollouts looks for a signal.
@@ -123,7 +124,7 @@ def train_on(
             groups = run.reference.score(groups)
     with run.phases("make_batch"):
         batch = run.algorithm.make_batch(groups, run.policy.batch_shape)
-    return groups, batch, *learn(run, batch)
+    return groups, batch, *learn_step(run, groups, batch)
 
 
 def next_groups(run: Run, before: RunState) -> list[RolloutGroup]:
@@ -165,6 +166,18 @@ def learn(run: Run, batch: TrainBatch) -> tuple[StepStats, UpdateStats]:
     with run.phases("optimizer"):
         update = run.policy.optimizer_step()
     return stats, update
+
+
+def learn_step(
+    run: Run, groups: Sequence[RolloutGroup], batch: TrainBatch
+) -> tuple[StepStats, UpdateStats]:
+    """Learn from the step's `groups`, which `batch` holds, in one update or as many as the
+    algorithm says."""
+    if updates_per_step(run.config) == 1:
+        return learn(run, batch)
+    with run.phases("make_batch"):
+        batches = part_batches(run.config, run.algorithm, run.policy, groups)
+    return merged([(part, *learn(run, part)) for part in batches])
 
 
 def publish(run: Run, version: int, *, evaluated: bool = False) -> dict[str, float]:
