@@ -34,6 +34,7 @@ from megatron_grpo.config.base import (
     tag_of,
     validate,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.config.data import DialogueTask, MathTask, ProblemTask
 from megatron_grpo.errors import ConfigError
 
@@ -199,6 +200,7 @@ class RunConfig(Section):
     """Required to sample (grpo); absent when training on data (sft, dpo)."""
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property
