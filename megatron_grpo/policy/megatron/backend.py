@@ -21,12 +21,19 @@ from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
-from megatron_grpo.errors import ClusterError, ConfigError, PolicyError, WeightExchangeError
+from megatron_grpo.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    PolicyError,
+    WeightExchangeError,
+)
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.checkpoint import (
+    Writing,
+    begin_save,
+    finish_save,
     load_checkpoint,
-    save_checkpoint,
-    stop_writer,
 )
 from megatron_grpo.policy.megatron.device import (
     choose_transformer_engine,
@@ -118,6 +125,7 @@ class MegatronRank:
         self._parts: _Parts | None = None
         self._exchange_store: TCPStore | None = None
         self._sender: CollectiveSender | None = None
+        self._writing: Writing | None = None
         self.spans = SpanRecorder()
 
     # Start and end
@@ -191,7 +199,6 @@ class MegatronRank:
             self._sender.close()
         self._sender = self._exchange_store = None
         self._parts = None
-        stop_writer()
         if dist.is_initialized():
             mesh.leave_mesh()
             dist.destroy_process_group()
@@ -353,11 +360,25 @@ class MegatronRank:
 
     # Training state
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule so that `load` continues exactly. Collective."""
+    def begin_save(self, folder: Path) -> None:
+        """Copy weights, optimizer and schedule, and start writing them. Collective."""
         parts = self._started
+        if self._writing is not None:
+            raise CheckpointError(
+                str(folder), "another save has not ended", remedy="finish it first"
+            )
         self._sync_parameters()
-        save_checkpoint(folder, parts.wrapped, parts.updater)
+        self._writing = begin_save(folder, parts.wrapped, parts.updater)
+
+    def save_done(self) -> bool:
+        """Whether this rank has written its share."""
+        return self._writing is None or self._writing.share.done()
+
+    def finish_save(self) -> None:
+        """Wait for every rank's share and make the checkpoint whole. Collective."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            finish_save(writing)
 
     def load(self, folder: Path) -> None:
         """Continue from a folder that `save` wrote under any layout. Collective."""
