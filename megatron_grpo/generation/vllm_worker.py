@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -34,9 +33,10 @@ from vllm.model_executor.model_loader.reload import layerwise
 from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.generation.vllm_holdings import Holdings
+from megatron_grpo.weights.channels import open_receiver
 from megatron_grpo.weights.collective import CollectiveReceiver
+from megatron_grpo.weights.disk import DiskReceiver
 from megatron_grpo.weights.exchange import Exchange
-from megatron_grpo.weights.rendezvous import join_store
 
 BACKEND = "megatron_grpo"
 EXTENSION = "megatron_grpo.generation.vllm_worker.WorkerExtension"
@@ -62,7 +62,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class _Joined:
-    receiver: CollectiveReceiver
+    receiver: CollectiveReceiver | DiskReceiver
     holdings: Holdings
     version: int = -1
 
@@ -81,12 +81,11 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         exchange = Exchange.from_json(init_info.exchange)
-        receiver = CollectiveReceiver(
-            join_store(exchange.rendezvous, exchange.deadline_s),
+        receiver = open_receiver(
             exchange,
             read_model_spec(Path(init_info.folder) / "config.json"),
             init_info.first_worker + self.parallel_config.rank,
-            self.device if exchange.backend == "nccl" else torch.device("cpu"),
+            self.device,
         )
         holdings = Holdings(self.model, receiver.names, tied=self._tied)
         self.joined = _Joined(receiver, holdings)

@@ -428,6 +428,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
             config.weights.verify,
             config.weights.running_requests,
             (policy.hosts, generator.hosts),
+            str((config.folder / "weights").resolve()),
         )
         joined = background.submit(generator.connect_weights, exchange)
         policy.connect_weights(exchange)

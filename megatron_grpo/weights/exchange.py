@@ -27,7 +27,7 @@ class Exchange:
     Attributes:
         rendezvous: of the store that policy rank 0 hosts.
         dtype: of the engines' weights, "float32" or "bfloat16".
-        backend: "gloo" (CPU) or "nccl" (CUDA).
+        backend: "gloo" (CPU), "nccl" (CUDA) or "disk" (through `folder`, an absolute path).
         hosts: of every policy rank and every worker, or None.
         verify: which pushes are checked against what the engines hold.
         running_requests: what engines do with requests in flight; see WeightsConfig.
@@ -43,6 +43,7 @@ class Exchange:
     verify: Verify = "first"
     running_requests: RunningRequests = "keep"
     hosts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    folder: str = ""
 
     def to_json(self) -> str:
         """For vLLM's own messages between its processes, which carry plain data only."""

@@ -57,7 +57,9 @@ from megatron_grpo.policy.megatron.timers import SpanTimers
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Float32
+from megatron_grpo.weights.channels import open_sender
 from megatron_grpo.weights.collective import CollectiveSender
+from megatron_grpo.weights.disk import DiskSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.rendezvous import (
     Rendezvous,
@@ -124,7 +126,7 @@ class MegatronRank:
         self._rendezvous_store: TCPStore | None = None
         self._parts: _Parts | None = None
         self._exchange_store: TCPStore | None = None
-        self._sender: CollectiveSender | None = None
+        self._sender: CollectiveSender | DiskSender | None = None
         self._writing: Writing | None = None
         self.spans = SpanRecorder()
 
@@ -326,14 +328,13 @@ class MegatronRank:
     def connect_weights(self, exchange: Exchange) -> None:
         """Join the weight exchange; blocks until all ranks and engine workers have."""
         parts = self._started
-        store = self._exchange_store or join_store(exchange.rendezvous, exchange.deadline_s)
-        self._sender = CollectiveSender(
-            store,
+        self._sender = open_sender(
             exchange,
             parts.spec,
             self._rank,
-            parts.device if exchange.backend == "nccl" else torch.device("cpu"),
+            parts.device,
             frozen_tensors(parts.bound),
+            self._exchange_store,
         )
 
     def push_weights(self, version: int) -> PushReport:
