@@ -180,6 +180,8 @@ class VllmGeneratorConfig(Section):
     tensor: PositiveInt = 1
     expert: bool = False
     """Spread the experts of a mixture whole over an engine's workers instead of cutting each."""
+    colocated: bool = False
+    """Policy and engines take turns on the same devices: engines sleep while the policy trains."""
     dtype: DType = "auto"
     max_model_tokens: PositiveInt = 1024
     """Prompt plus completion, in tokens."""

@@ -248,7 +248,25 @@ class RunConfig(Section):
             self._check_data(self.task)
         else:
             self._check_sampled(self.task)
+            self._check_turns()
         return self
+
+    def _check_turns(self) -> None:
+        """Colocated policy and engines never work at the same moment."""
+        if not isinstance(self.generator, VllmGeneratorConfig) or not self.generator.colocated:
+            return
+        for key, value in (
+            ("rollouts.max_staleness", self.rollouts.max_staleness),
+            ("cluster.gpus_per_rank", self.cluster.gpus_per_rank),
+        ):
+            if value:
+                raise ConfigError(
+                    key,
+                    "must be 0 where generator.colocated is true: engines sleep while the policy "
+                    "trains, and sharing a GPU has not been built",
+                    found=value,
+                    remedy="set it to 0, or generator.colocated to false",
+                )
 
     def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
         sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
@@ -87,6 +88,7 @@ class VllmEngine:
             max_num_seqs=config.max_concurrent,
             tensor_parallel_size=config.tensor,
             enable_expert_parallel=config.expert,
+            enable_sleep_mode=config.colocated and not self._cpu,
             gpu_memory_utilization=config.gpu_memory_fraction,
             kv_cache_memory_bytes=config.kv_cache_bytes,
             enable_prefix_caching=True,
@@ -265,6 +267,26 @@ class VllmEngine:
                         remedy="raise weights.deadline_s, or set weights.running_requests to keep",
                     )
                 self._step()
+
+    def sleep(self) -> None:
+        """Give the device's memory to training: weights and caches are dropped, and all work is
+        refused until weights have been pulled again. On a CPU nothing is freed.
+
+        Raises:
+            RolloutError: requests are in flight.
+        """
+        if self.in_flight:
+            raise RolloutError(
+                "engine",
+                f"cannot sleep with {len(self.in_flight)} requests in flight",
+                remedy="collect or abort them first",
+            )
+        self._engine.sleep(level=2)
+        self._version = -1
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Take back room for one of them, weights first; what was in it is gone."""
+        self._engine.wake_up([what])
 
     def close(self) -> None:
         """Leave the weight channel and end the engine's own processes, if it has any."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
+from typing import Literal, cast
 
 import ray
 
@@ -194,6 +194,14 @@ class RayGenerator:
             sum(report.received_bytes for report in reports),
             max(report.pull_s for report in reports),
         )
+
+    def sleep(self) -> None:
+        """See runtime.turns.Sleeper."""
+        self._all("sleep")
+        self._version = -1
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        self._all("wake", what)
 
     def close(self) -> None:
         self._pulls.shutdown(wait=False, cancel_futures=True)

@@ -388,6 +388,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     from megatron_grpo.runtime.placement import plan_placement
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
+    from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
     from megatron_grpo.weights.exchange import Exchange
     from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 
@@ -433,6 +434,10 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
         joined = background.submit(generator.connect_weights, exchange)
         policy.connect_weights(exchange)
         joined.result()
-        yield policy, generator
+        if engines.colocated:
+            turns = Turns(generator)
+            yield ColocatedPolicy(policy, turns), ColocatedGenerator(generator, turns)
+        else:
+            yield policy, generator
         generator.close()
         policy.close()
