@@ -19,7 +19,7 @@ from rich.console import Console
 from grpo_perf.microbenchmark import Speeds
 from grpo_perf.model_shape import Architecture, read_architecture
 from megatron_grpo.batch import BatchShape, TrainBatch
-from megatron_grpo.config import ClusterConfig, RunConfig
+from megatron_grpo.config import ChatTask, ClusterConfig, PreferenceTask, RunConfig
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.environments.chat import ChatTokenizer
 from megatron_grpo.environments.dialogues import load_data
@@ -188,7 +188,7 @@ def _start(
     """(run, policy ranks, engines)."""
     tokenizer = ChatTokenizer(config.model.folder)
     if config.generator is None:
-        if config.task.type == "reasoning_gym":
+        if not isinstance(config.task, ChatTask | PreferenceTask):
             raise ConfigError("task.type", "holds no rows to train on")
         data = load_data(config.task, tokenizer)
         folder = prepare_folder(config, console)
