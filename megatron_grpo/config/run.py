@@ -34,6 +34,7 @@ from megatron_grpo.config.base import (
     tag_of,
     validate,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.config.data import DialogueTask, MathTask, ProblemTask
 from megatron_grpo.errors import ConfigError
 
@@ -65,6 +66,15 @@ class SamplingConfig(Section):
         return self
 
 
+class RewardExample(Section):
+    """What a reward function should say; `megatron-grpo check` asks it."""
+
+    response: str
+    answer: str
+    reward: float
+    metadata: str = "{}"
+
+
 class ReasoningGymTask(Section):
     """A task of the reasoning-gym package by its name, generated on the fly."""
 
@@ -83,6 +93,8 @@ class ReasoningGymTask(Section):
     """Appended to every question, e.g. an instruction how to answer."""
     reward: str = "megatron_grpo.environments.rewards:last_number"
     """Import path `module:function` of (response: str, answer: str, metadata: str) -> float."""
+    reward_examples: tuple[RewardExample, ...] = ()
+    """Looked at by `megatron-grpo check` alone."""
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -188,6 +200,7 @@ class RunConfig(Section):
     """Required to sample (grpo); absent when training on data (sft, dpo)."""
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property
