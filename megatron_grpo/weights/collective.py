@@ -389,10 +389,14 @@ class CollectiveReceiver:
                 flat = end.flat(place(slots[0])) if len(slots) == 1 else None
                 if flat is None and not free:
                     break
-                buffer = free.pop() if flat is None else None
                 step = ahead.popleft()
-                begun.append((step, buffer))
-                step.line.group.start(flat if buffer is None else buffer[: step.bucket.num_bytes])
+                if flat is None:
+                    buffer = free.pop()
+                    begun.append((step, buffer))
+                    flat = buffer[: step.bucket.num_bytes]
+                else:
+                    begun.append((step, None))
+                step.line.group.start(flat)
             step, buffer = begun.popleft()
             step.line.group.finish(version, until, step.what)
             for slot in step.bucket.slots:
