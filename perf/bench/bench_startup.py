@@ -1,6 +1,6 @@
 """How long the control plane takes to start N ranks, without models: seconds per phase.
 
-    python perf/bench/bench_startup.py [--ranks 1024] [--processes 4] [--json]
+    python perf/bench/bench_startup.py [--ranks 1024] [--processes 32] [--json]
 
 A mock rank does what a real one does before it loads anything: it joins the store, tells where it
 is, and waits for the others. `--processes` processes hold all of them as threads, since memory for
@@ -131,7 +131,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=32)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [
