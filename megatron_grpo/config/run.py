@@ -29,12 +29,14 @@ from megatron_grpo.config.base import (
     PositiveInt,
     Section,
     apply_overrides,
+    merge,
     parse_scalar,
     read_yaml,
     tag_of,
     validate,
 )
 from megatron_grpo.config.data import DialogueTask, MathTask, ProblemTask
+from megatron_grpo.config.stages import Stage
 from megatron_grpo.errors import ConfigError
 
 
@@ -189,6 +191,8 @@ class RunConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
+    stages: list[Stage] = Field(default_factory=list)
+    """Parts of the run under settings of their own, one after the other; docs/deepscaler.md."""
 
     @property
     def folder(self) -> Path:
@@ -209,8 +213,34 @@ class RunConfig(Section):
         path = self.algorithm.reference_path
         return self.model.folder if path is None else path.expanduser()
 
+    def stage_configs(self) -> list[RunConfig]:
+        """What is trained, stage by stage: configs of the same run whose `steps` are those at the
+        stage's end. The run itself where it has no stages.
+        """
+        if not self.stages:
+            return [self]
+        base, ends = self.model_dump(mode="json"), 0
+        configs: list[RunConfig] = []
+        for stage in self.stages:
+            ends += stage.steps
+            changes = stage.model_dump(mode="json", exclude={"name", "steps"})
+            values = merge(base, {k: v for k, v in changes.items() if v})
+            values |= {"steps": ends, "stages": []}
+            configs.append(validate(RunConfig, values, f"stage {stage.name}"))
+        return configs
+
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
+        if self.stages:
+            total = sum(stage.steps for stage in self.stages)
+            if total != self.steps:
+                raise ConfigError(
+                    "steps",
+                    f"is not the sum of its stages, {total}",
+                    found=self.steps,
+                    remedy=f"set it to {total}",
+                )
+            self.stage_configs()
         wanted = _TASKS_OF[self.algorithm.type]
         if self.task.type not in wanted:
             raise ConfigError(

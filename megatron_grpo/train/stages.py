@@ -1,0 +1,78 @@
+"""Runs in stages. Moving on is a resume: the next stage's config goes on from the checkpoint that
+the stage before left at its end, whatever its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_grpo.config import RunConfig, load_config
+from megatron_grpo.config.checkpoint import differences
+from megatron_grpo.train.checkpoints import Checkpoint
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What is left of a run.
+
+    Attributes:
+        configs: of the stages that have steps left, in order.
+        names: of those.
+        moves_on: the newest checkpoint is the end of the stage before the first of them, so its
+            config differs and that is meant.
+    """
+
+    configs: tuple[RunConfig, ...]
+    names: tuple[str, ...]
+    moves_on: bool
+
+
+def plan_stages(config: RunConfig, newest: Checkpoint | None) -> StagePlan:
+    """Which stages are left after the newest checkpoint. A run that has all its steps is left its
+    last stage, so that whoever runs it finds it finished.
+
+    >>> plan_stages(config, None).names                                    # doctest: +SKIP
+    ('8k', '16k', '24k')
+    """
+    done = 0 if newest is None else newest.step
+    stages = list(zip(config.stage_configs(), (stage.name for stage in config.stages)))
+    left = [index for index, (stage, _) in enumerate(stages) if stage.steps > done]
+    first = left[0] if left else len(stages) - 1
+    moves_on = (
+        newest is not None
+        and first > 0
+        and stages[first - 1][0].steps == done
+        and not _changed(newest.folder / "config.yaml", stages[first - 1][0])
+    )
+    return StagePlan(
+        tuple(stage for stage, _ in stages[first:]),
+        tuple(name for _, name in stages[first:]),
+        moves_on,
+    )
+
+
+def _changed(saved: Path, now: RunConfig) -> bool:
+    """Whether a checkpoint was made by something else than this stage."""
+    before = load_config(saved).model_dump(mode="json")
+    return bool(differences(before, now.model_dump(mode="json")))
+
+
+def run_stages(
+    plan: StagePlan, run: Callable[[RunConfig, bool], ResultT], say: Callable[[str], None]
+) -> ResultT:
+    """Run what is left, stage after stage, and return the last result.
+
+    Args:
+        run: trains a config from where the folder's newest checkpoint is; its second argument says
+            whether that may be the checkpoint of a config which learns otherwise.
+    """
+    results: list[ResultT] = []
+    for config, name in zip(plan.configs, plan.names):
+        say(f"stage {name}: up to step {config.steps}")
+        results.append(run(config, plan.moves_on or bool(results)))
+    return results[-1]
