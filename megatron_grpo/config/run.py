@@ -35,7 +35,7 @@ from megatron_grpo.config.base import (
     tag_of,
     validate,
 )
-from megatron_grpo.config.data import DialogueTask, MathTask, ProblemTask
+from megatron_grpo.config.data import DialogueTask, FieldPath, MathTask, ProblemTask
 from megatron_grpo.config.stages import Stage
 from megatron_grpo.errors import ConfigError
 
@@ -98,10 +98,12 @@ class ReasoningGymTask(Section):
 
 
 class DataTask(Section):
-    """Rows of a JSON lines file instead of problems to sample answers for."""
+    """Rows of files instead of problems to sample answers for."""
 
     path: str
-    """The file, or `shipped:NAME` for a small set that comes with this package."""
+    """As in task.train of `type: math`: a file, a folder, `hub:OWNER/NAME` or `shipped:NAME`."""
+    files: str = "**/*"
+    """Of a folder or hub data set: a pattern of the files to read."""
     heldout_rows: PositiveInt = 16
     """Set aside for evaluation, chosen by the seed."""
     seed: NonNegativeInt = 0
@@ -110,9 +112,32 @@ class DataTask(Section):
 
 
 class ChatTask(DataTask):
-    """Dialogues to imitate, one per line: {"messages": [{"role": ..., "content": ...}, ...]}."""
+    """Dialogues to imitate, one per row: {"messages": [{"role": ..., "content": ...}, ...]}, or a
+    question and an answer in the fields that `prompt` and `response` name.
+    """
 
     type: Literal["chats"] = "chats"
+    prompt: FieldPath | None = None
+    response: FieldPath | None = None
+    system_prompt: str | None = None
+    """Before the question; rows with messages bring their own."""
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> ChatTask:
+        if (self.prompt is None) != (self.response is None):
+            raise ConfigError(
+                "response" if self.prompt else "prompt",
+                "is missing: a question needs its answer",
+                remedy="name both fields, or neither",
+            )
+        if self.system_prompt is not None and self.prompt is None:
+            raise ConfigError(
+                "system_prompt",
+                "has no place: rows with messages bring their own",
+                found=self.system_prompt,
+                remedy="drop it, or name the fields prompt and response",
+            )
+        return self
 
 
 class PreferenceTask(DataTask):
