@@ -323,7 +323,16 @@ class RunConfig(Section):
         self._check_ahead()
 
     def _check_ahead(self) -> None:
-        """Generating ahead, and what is made of slow or useless groups."""
+        """Generating ahead, what is made of slow or useless groups, and of a step's groups."""
+        if isinstance(self.algorithm, GrpoConfig):
+            parts = self.algorithm.updates_per_step
+            if self.rollouts.groups_per_step % parts:
+                raise ConfigError(
+                    "algorithm.updates_per_step",
+                    f"must divide rollouts.groups_per_step ({self.rollouts.groups_per_step})",
+                    found=parts,
+                    remedy="change either",
+                )
         rollouts, rule = self.rollouts, self.weights.running_requests
         if rollouts.max_staleness == 0 and rule != "finish":
             raise ConfigError(

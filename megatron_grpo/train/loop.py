@@ -10,7 +10,7 @@ change. The loop is the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait as wait_for_any
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +30,8 @@ from megatron_grpo.protocols import (
 from megatron_grpo.train.metrics import MetricsLog, Phases
 from megatron_grpo.train.records import StepRecord, step_record
 from megatron_grpo.train.reference_scores import ReferenceScorer
+from megatron_grpo.train.updates import merged, part_batches, updates_per_step
+from megatron_grpo.types import RolloutGroup
 
 
 class Evaluates(Protocol):
@@ -75,7 +77,7 @@ def train(run: Run) -> list[StepRecord]:
                 groups = run.reference.score(groups)
         with run.phases("make_batch"):
             batch = run.algorithm.make_batch(groups, run.policy.batch_shape)
-        stats, update = learn(run, batch)
+        stats, update = learn_step(run, groups, batch)
         publish(run, version=step)
         with run.phases("store"):
             run.store.append(step, groups)
@@ -98,6 +100,18 @@ def learn(run: Run, batch: TrainBatch) -> tuple[StepStats, UpdateStats]:
     with run.phases("optimizer"):
         update = run.policy.optimizer_step()
     return stats, update
+
+
+def learn_step(
+    run: Run, groups: Sequence[RolloutGroup], batch: TrainBatch
+) -> tuple[StepStats, UpdateStats]:
+    """Learn from the step's `groups`, which `batch` holds, in one update or as many as the
+    algorithm says."""
+    if updates_per_step(run.config) == 1:
+        return learn(run, batch)
+    with run.phases("make_batch"):
+        batches = part_batches(run.config, run.algorithm, run.policy, groups)
+    return merged([(part, *learn(run, part)) for part in batches])
 
 
 def publish(run: Run, version: int) -> None:

@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.algorithms.mismatch import summarize_mismatch
 from megatron_grpo.batch import TrainBatch
 from megatron_grpo.protocols import StepStats, UpdateStats
 from megatron_grpo.types import RolloutGroup
@@ -89,17 +93,26 @@ def step_record(
     sampled: bool = True,
 ) -> StepRecord:
     generated = sampled * sum(r.num_trained_tokens for group in groups for r in group.rollouts)
-    oldest = min(r.oldest_version for group in groups for r in group.rollouts)
+    ages = _ages(step - 1, groups)
     metrics = {
         "loss": stats.loss,
         **batch.metrics,
-        **stats.means,
+        **summarize_mismatch(stats.means),
         **stats.maxima,
         "grad_norm": update.grad_norm,
         "learning_rate": update.learning_rate,
-        # The policy made `step - 1` updates before this step; 0 is on-policy.
-        "staleness_max": float(step - 1 - oldest),
+        "staleness_max": float(ages.max(initial=0)),
+        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "padding_fraction": 1.0 - batch.num_tokens / batch.padded_tokens,
         **failures(groups),
     }
+    for age, count in enumerate(np.bincount(ages)):
+        metrics[f"staleness/{age}"] = count / len(ages)
     return StepRecord(step, metrics, dict(seconds), generated, batch.num_tokens)
+
+
+def _ages(version: int, groups: Sequence[RolloutGroup]) -> NDArray[np.int64]:
+    """Of every sampled token: versions between the weights that made it and those it trains; 0 is
+    on-policy."""
+    versions = [r.versions[r.loss_mask] for group in groups for r in group.rollouts]
+    return version - np.concatenate([np.zeros(0, np.int64), *versions]).astype(np.int64)
