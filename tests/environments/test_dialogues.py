@@ -158,7 +158,7 @@ def test_the_shipped_sets_load_and_their_better_answers_come_first(tmp_path):
 
 
 def test_rows_of_a_question_and_an_answer_are_dialogues_with_the_system_prompt(tmp_path):
-    tokenizer = ChatTokenizer(save_toy_tokenizer(tmp_path / "toy"))
+    tokenizer = ChatTokenizer(save_toy_tokenizer(tmp_path / "toy", template=TEMPLATE))
     rows = [{"q": f"{i}+1?", "s": {"text": str(i + 1)}, "level": i} for i in range(4)]
     pq.write_table(
         pa.Table.from_pylist([*rows, {"q": "no answer", "s": None}]), tmp_path / "r.parquet"
@@ -182,7 +182,7 @@ def test_rows_of_a_question_and_an_answer_are_dialogues_with_the_system_prompt(t
 
 
 def test_messages_are_read_from_parquet_as_from_json_lines(tmp_path):
-    tokenizer = ChatTokenizer(save_toy_tokenizer(tmp_path / "toy"))
+    tokenizer = ChatTokenizer(save_toy_tokenizer(tmp_path / "toy", template=TEMPLATE))
     rows = [
         {
             "messages": [
