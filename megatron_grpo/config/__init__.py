@@ -13,6 +13,7 @@ from megatron_grpo.config.backends import (
     VllmGeneratorConfig,
     WeightsConfig,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.config.data import DialogueTask, MathTask, ProblemData, ProblemTask
 from megatron_grpo.config.grading import GradingConfig
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
@@ -32,6 +33,7 @@ from megatron_grpo.config.run import (
 __all__ = [
     "AlgorithmConfig",
     "ChatTask",
+    "CheckpointConfig",
     "ClusterConfig",
     "DType",
     "DataTask",

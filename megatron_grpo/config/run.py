@@ -35,6 +35,7 @@ from megatron_grpo.config.base import (
     tag_of,
     validate,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.config.data import DialogueTask, FieldPath, MathTask, ProblemTask
 from megatron_grpo.config.stages import Stage
 from megatron_grpo.errors import ConfigError
@@ -215,6 +216,7 @@ class RunConfig(Section):
     """Required to sample (grpo); absent when training on data (sft, dpo)."""
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
     stages: list[Stage] = Field(default_factory=list)
     """Parts of the run under settings of their own, one after the other; docs/deepscaler.md."""

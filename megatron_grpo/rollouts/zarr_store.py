@@ -75,6 +75,14 @@ _COUNTING_ARRAYS = (
     "group_text",
     "rollout_text",
 )
+# Kind of row, the array that says where its rows end, and the kind of row it says so for.
+_CONTAINED = (
+    ("groups", "step_group_end", "steps"),
+    ("rollouts", "group_rollout_end", "groups"),
+    ("tokens", "rollout_token_end", "rollouts"),
+    ("group_bytes", "group_text_end", "groups"),
+    ("rollout_bytes", "rollout_text_end", "rollouts"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,20 @@ class ZarrStore:
             array.resize((start + len(values),))
             array[start:] = values
         self._commit(committed, columns)
+
+    def cut_after(self, step: int) -> None:
+        """Forget later steps: of a run that goes on from this one. The rows go with the next
+        append.
+        """
+        kept = sum(number <= step for number in self.steps())
+        if kept == self._committed().steps:
+            return
+        group, rows = self._open(), {"steps": kept}
+        for kind, end, of in _CONTAINED:
+            last = rows[of]
+            rows[kind] = int(np.asarray(_array(group, end)[last - 1])) if last else 0
+        self._replace_commit(rows)
+        self._writable = None
 
     def steps(self) -> list[int]:
         """Step numbers, ascending."""
@@ -187,6 +209,9 @@ class ZarrStore:
         rows = before.rows()
         for name in _COUNTING_ARRAYS:
             rows[_ARRAYS[name][0]] += len(columns[name])
+        self._replace_commit(rows)
+
+    def _replace_commit(self, rows: Mapping[str, int]) -> None:
         scratch = self._folder / f".{COMMIT_FILE}"
         scratch.write_text(json.dumps(rows), encoding="utf-8")
         os.replace(scratch, self._folder / COMMIT_FILE)

@@ -13,9 +13,13 @@ import importlib
 import logging
 import os
 import secrets
+import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -120,6 +124,7 @@ class RayCluster:
         self._members: list[Member] = []
         self._group: PlacementGroup | None = None
         _connect(config, placement)
+        _keep_our_handlers()
         try:
             self._placement = assign(placement, _wait_for_nodes(config))
             self._group = self._reserve(self._placement)
@@ -260,15 +265,45 @@ def _connect(config: ClusterConfig, placement: Placement) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        # CPU slots, not cores: ranks and engines take turns on the cores there are.
-        num_cpus=max(os.cpu_count() or 1, placement.total_cpus),
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        namespace=f"grpo-{secrets.token_hex(4)}",
-        object_store_memory=256 << 20,
-    )
+    with _children_in_a_group_of_their_own():
+        ray.init(
+            # CPU slots, not cores: ranks and engines take turns on the cores there are.
+            num_cpus=max(os.cpu_count() or 1, placement.total_cpus),
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            namespace=f"grpo-{secrets.token_hex(4)}",
+            object_store_memory=256 << 20,
+        )
+
+
+@contextmanager
+def _children_in_a_group_of_their_own() -> Iterator[None]:
+    """Processes started inside the block do not get signals meant for this process's group (Ctrl-C,
+    `timeout`, `kill -TERM -GROUP`): they would die before the run has saved its state.
+
+    Ray offers no way to set a group, but children inherit ours: a placeholder process leads a new
+    group, which this process joins for the length of the block. A session leader cannot change
+    groups; there nothing is done.
+    """
+    if os.getsid(0) == os.getpid():
+        yield
+        return
+    before = os.getpgrp()
+    with subprocess.Popen(["sleep", "600"], process_group=0) as placeholder:
+        try:
+            os.setpgid(0, placeholder.pid)
+            yield
+        finally:
+            os.setpgid(0, 0 if before == os.getpid() else before)
+            placeholder.kill()
+
+
+def _keep_our_handlers() -> None:
+    """Ray puts handlers of its own below Python's, which end the process with a stack trace."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.getsignal(number))
 
 
 def _import_path() -> dict[str, str]:

@@ -22,7 +22,6 @@ from megatron_grpo.config import (
     PreferenceTask,
     ReasoningGymTask,
     RunConfig,
-    dump_config,
 )
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
@@ -36,29 +35,58 @@ from megatron_grpo.train.data_summary import (
 from megatron_grpo.train.evaluate import Evaluator
 from megatron_grpo.train.evaluation_report import report_evaluation
 from megatron_grpo.train.loop import Run, train
-from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.metrics import Phases
 from megatron_grpo.train.reference_scores import ReferenceScorer
+from megatron_grpo.train.resume import open_records, restore
+from megatron_grpo.train.run_folder import RunFolder, open_run
+from megatron_grpo.train.saver import Saver
+from megatron_grpo.train.signals import StopRequest, stop_on_signals
 from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
 
 if TYPE_CHECKING:
     from megatron_grpo.runtime.ray_cluster import Member, RayCluster
 
 
-def run_training(config: RunConfig, console: Console | None = None) -> Summary | DataSummary:
-    """Train as configured; leave config.yaml, metrics, rollouts, the trained model and summary.json
-    in the run folder.
+def run_training(
+    config: RunConfig,
+    console: Console | None = None,
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+) -> Summary | DataSummary | None:
+    """Train as configured, from the start or from where an earlier process left the run; leave
+    config.yaml, metrics, rollouts, checkpoints, the trained model and summary.json in its folder.
+
+    Args:
+        fresh: move an earlier run of this folder aside.
+        accept_changes: go on with an earlier run under a config that changes what is learned: the
+            next stage of a recipe, say. Any layout can go on with any other's checkpoint.
+
+    Returns None if the run was finished already.
 
     Raises:
+        RunStopped: a signal asked for it; calling this again goes on.
         GrpoError: one line saying what failed, where, and what to do.
     """
     console = console or Console()
     check_model_folder(config.model.folder)
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
-    return (run_sampled if config.generator is not None else run_on_data)(config, console)
+    opened = open_run(config, console.print, fresh=fresh, accept_changes=accept_changes)
+    with stop_on_signals() as stop, opened as folder:
+        if folder.finished:
+            console.print(
+                f"[bold]{config.name}[/bold] has finished its {folder.steps_done} steps "
+                f"({folder.path}); go on with steps=..., or start anew with --fresh or name=..."
+            )
+            return None
+        begin = run_sampled if config.generator is not None else run_on_data
+        return begin(config, folder, stop, console, accept_changes)
 
 
-def run_sampled(config: RunConfig, console: Console) -> Summary:
+def run_sampled(
+    config: RunConfig, folder: RunFolder, stop: StopRequest, console: Console, accept: bool
+) -> Summary:
     """Learn from what the policy samples (grpo)."""
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -67,19 +95,20 @@ def run_sampled(config: RunConfig, console: Console) -> Summary:
         tokenizer = ChatTokenizer(config.model.folder)
         environment = build_environment(config, tokenizer)
         stack.callback(environment.close)
-        folder = prepare_folder(config, console)
         console.print(
             f"[bold]{config.name}[/bold]: starting {config.policy.type} and {config.engines.type}"
         )
         backends = reference_backends if config.policy.type == "reference" else cluster_backends
         policy, generator = stack.enter_context(backends(config))
+        saver = open_saver(config, folder, policy, stop, stack)
         run, evaluator = build_run(
-            config, folder, tokenizer, environment, policy, generator, console, stack
+            config, folder, tokenizer, environment, policy, generator, saver, console, stack
         )
+        restore(run, folder, console, accept=accept)
         setup_s = time.perf_counter() - started
         records = train(run)
         with run.phases("export"):
-            policy.export(folder / "model")
+            policy.export(folder.path / "model")
         gpu = config.cluster.gpus_per_rank > 0
         dtypes = tuple(resolve_dtype(b.dtype, gpu=gpu) for b in (config.policy, config.engines))
         summary = summarize(
@@ -92,12 +121,14 @@ def run_sampled(config: RunConfig, console: Console) -> Summary:
             time.perf_counter() - started,
             run.phases.take(),
         )
-    write_summary(summary, folder / "summary.json")
-    print_summary(summary, console, folder)
+    write_summary(summary, folder.path / "summary.json")
+    print_summary(summary, console, folder.path)
     return summary
 
 
-def run_on_data(config: RunConfig, console: Console) -> DataSummary:
+def run_on_data(
+    config: RunConfig, folder: RunFolder, stop: StopRequest, console: Console, accept: bool
+) -> DataSummary:
     """Learn from rows of a file (sft, dpo): the same loop, without a generator."""
     from megatron_grpo.environments.chat import ChatTokenizer
     from megatron_grpo.environments.dialogues import load_data
@@ -108,17 +139,18 @@ def run_on_data(config: RunConfig, console: Console) -> DataSummary:
         raise ConfigError("task.type", "holds no rows to train on")
     data = load_data(config.task, ChatTokenizer(config.model.folder))
     with ExitStack() as stack:
-        folder = prepare_folder(config, console)
         console.print(
             f"[bold]{config.name}[/bold]: starting {config.policy.type}; {len(data.train)} rows, "
             f"{len(data.heldout)} held out, {data.too_long} too long"
         )
         policy = stack.enter_context(policy_alone(config))
+        saver = open_saver(config, folder, policy, stop, stack)
         scorer = build_scorer(config, policy)
-        run, evaluator = build_data_run(config, folder, data, policy, scorer, console, stack)
+        run, evaluator = build_data_run(config, folder, data, policy, scorer, saver, console, stack)
+        restore(run, folder, console, accept=accept)
         records = train(run)
         with run.phases("export"):
-            policy.export(folder / "model")
+            policy.export(folder.path / "model")
         summary = summarize_data(
             config,
             policy.layout,
@@ -129,18 +161,35 @@ def run_on_data(config: RunConfig, console: Console) -> DataSummary:
             time.perf_counter() - started,
             run.phases.take(),
         )
-    write_data_summary(summary, folder / "summary.json")
-    print_data_summary(summary, console, folder)
+    write_data_summary(summary, folder.path / "summary.json")
+    print_data_summary(summary, console, folder.path)
     return summary
+
+
+def open_saver(
+    config: RunConfig, folder: RunFolder, policy: PolicyBackend, stop: StopRequest, stack: ExitStack
+) -> Saver:
+    saver = Saver(
+        folder.checkpoints,
+        config.checkpoint,
+        policy,
+        folder.origin,
+        stop,
+        last_step=config.steps,
+        saved_step=folder.steps_done,
+    )
+    stack.callback(saver.close)
+    return saver
 
 
 def build_run(
     config: RunConfig,
-    folder: Path,
+    folder: RunFolder,
     tokenizer,
     environment: Environment,
     policy: PolicyBackend,
     generator: Generator,
+    saver: Saver,
     console: Console,
     stack: ExitStack,
 ) -> tuple[Run, Evaluator]:
@@ -150,8 +199,7 @@ def build_run(
     from megatron_grpo.rollouts.zarr_store import ZarrStore
 
     shared = SharedGenerator(generator)
-    metrics = stack.enter_context(MetricsLog(folder))
-    progress = stack.enter_context(TrainProgress(config.steps, console))
+    metrics, progress, earlier = stack.enter_context(open_records(config, folder, console))
     evaluator = Evaluator(
         config.evaluation,
         environment,
@@ -162,7 +210,7 @@ def build_run(
         config.cluster.step_deadline_s,
         config.seed,
         report=lambda result, problems: report_evaluation(
-            result, problems, metrics, console, folder
+            result, problems, metrics, console, folder.path
         ),
     )
     source = LiveSource(
@@ -185,11 +233,13 @@ def build_run(
         policy,
         generator,
         evaluator,
-        ZarrStore(folder / "rollouts"),
+        ZarrStore(folder.path / "rollouts"),
         metrics,
         Phases(),
         progress,
+        saver,
         build_scorer(config, policy),
+        earlier,
     )
     return run, evaluator
 
@@ -245,23 +295,6 @@ def check_model_folder(folder: Path, key: str = "model.path") -> None:
             remedy="give a Hugging Face folder, or write one with: "
             "python -m megatron_grpo.conversion.smollm2",
         )
-
-
-def prepare_folder(config: RunConfig, console: Console) -> Path:
-    """An empty run folder with the resolved config. An earlier run of the same name is moved aside,
-    never overwritten.
-    """
-    folder = config.folder
-    if folder.exists():
-        number = next(
-            n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists()
-        )
-        aside = folder.with_name(f"{folder.name}.{number}")
-        folder.rename(aside)
-        console.print(f"an earlier run was moved to {aside}")
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    return folder
 
 
 @contextmanager

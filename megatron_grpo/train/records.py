@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +64,36 @@ class StepRecord:
         }
 
 
+def read_records(path: Path) -> list[StepRecord]:
+    """The records of all steps in a metrics file, as far as their numbers were finite."""
+    records: list[StepRecord] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            values: dict[str, float | None] = json.loads(line)
+            if "step_s" in values:  # other lines are evaluations
+                records.append(_record({n: v for n, v in values.items() if v is not None}))
+    return records
+
+
+def _record(values: Mapping[str, float]) -> StepRecord:
+    seconds = {n.removeprefix("seconds/"): v for n, v in values.items() if n.startswith("seconds/")}
+    return StepRecord(
+        int(values["step"]),
+        {n: v for n, v in values.items() if n not in _DERIVED and not n.startswith("seconds/")},
+        seconds,
+        int(values.get("generated_tokens", 0)),
+        int(values["trained_tokens"]),
+    )
+
+
+_DERIVED = {
+    "step",
+    "step_s",
+    "generated_tokens",
+    "generated_tokens_per_s",
+    "trained_tokens",
+    "trained_tokens_per_s",
+}
 TRAINING_PHASES = ("make_batch", "forward_backward", "optimizer")
 
 

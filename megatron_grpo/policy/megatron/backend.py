@@ -23,12 +23,19 @@ from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
-from megatron_grpo.errors import ClusterError, ConfigError, PolicyError, WeightExchangeError
+from megatron_grpo.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    PolicyError,
+    WeightExchangeError,
+)
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.checkpoint import (
+    Writing,
+    begin_save,
+    finish_save,
     load_checkpoint,
-    save_checkpoint,
-    stop_writer,
 )
 from megatron_grpo.policy.megatron.device import (
     choose_transformer_engine,
@@ -120,6 +127,7 @@ class MegatronRank:
         self._rendezvous_store: TCPStore | None = None
         self._parts: _Parts | None = None
         self._channel: _Channel | None = None
+        self._writing: Writing | None = None
         self._weights_dtype = torch.float32
         self.spans = SpanRecorder()
 
@@ -194,7 +202,6 @@ class MegatronRank:
             self._channel.sender.close()
         self._channel = None
         self._parts = None
-        stop_writer()
         if dist.is_initialized():
             mesh.leave_mesh()
             dist.destroy_process_group()
@@ -380,11 +387,25 @@ class MegatronRank:
 
     # Training state
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule so that `load` continues exactly. Collective."""
+    def begin_save(self, folder: Path) -> None:
+        """Copy weights, optimizer and schedule, and start writing them. Collective."""
         parts = self._started
+        if self._writing is not None:
+            raise CheckpointError(
+                str(folder), "another save has not ended", remedy="finish it first"
+            )
         self._sync_parameters()
-        save_checkpoint(folder, parts.wrapped, parts.updater)
+        self._writing = begin_save(folder, parts.wrapped, parts.updater)
+
+    def save_done(self) -> bool:
+        """Whether this rank has written its share."""
+        return self._writing is None or self._writing.share.done()
+
+    def finish_save(self) -> None:
+        """Wait for every rank's share and make the checkpoint whole. Collective."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            finish_save(writing)
 
     def load(self, folder: Path) -> None:
         """Continue from a folder that `save` wrote under any layout. Collective."""
