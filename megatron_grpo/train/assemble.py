@@ -26,6 +26,7 @@ from megatron_grpo.config import (
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
+from megatron_grpo.train.checkpoints import newest_whole
 from megatron_grpo.train.data_summary import (
     DataSummary,
     print_data_summary,
@@ -69,6 +70,8 @@ def run_training(
         GrpoError: one line saying what failed, where, and what to do.
     """
     console = console or Console()
+    if config.stages:
+        return run_in_stages(config, console, fresh=fresh, accept_changes=accept_changes)
     check_model_folder(config.model.folder)
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
@@ -82,6 +85,26 @@ def run_training(
             return None
         begin = run_sampled if config.generator is not None else run_on_data
         return begin(config, folder, stop, console, accept_changes)
+
+
+def run_in_stages(
+    config: RunConfig, console: Console, *, fresh: bool, accept_changes: bool
+) -> Summary | DataSummary | None:
+    """Stage after stage, each as a run of its own that goes on where the one before ended."""
+    from megatron_grpo.train.stages import plan_stages
+
+    newest = None if fresh else newest_whole(config.folder / "checkpoints", console.print)
+    plan = plan_stages(config, newest)
+    summary = None
+    for place, (stage, name) in enumerate(zip(plan.configs, plan.names)):
+        console.print(f"stage [bold]{name}[/bold]: to step {stage.steps} of {config.steps}")
+        summary = run_training(
+            stage,
+            console,
+            fresh=fresh and place == 0,
+            accept_changes=accept_changes or plan.moves_on or place > 0,
+        )
+    return summary
 
 
 def run_sampled(

@@ -4,16 +4,12 @@ the stage before left at its end, whatever its layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_grpo.config import RunConfig, load_config
 from megatron_grpo.config.checkpoint import differences
 from megatron_grpo.train.checkpoints import Checkpoint
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +56,3 @@ def _changed(saved: Path, now: RunConfig) -> bool:
     """Whether a checkpoint was made by something else than this stage."""
     before = load_config(saved).model_dump(mode="json")
     return bool(differences(before, now.model_dump(mode="json")))
-
-
-def run_stages(
-    plan: StagePlan, run: Callable[[RunConfig, bool], ResultT], say: Callable[[str], None]
-) -> ResultT:
-    """Run what is left, stage after stage, and return the last result.
-
-    Args:
-        run: trains a config from where the folder's newest checkpoint is; its second argument says
-            whether that may be the checkpoint of a config which learns otherwise.
-    """
-    results: list[ResultT] = []
-    for config, name in zip(plan.configs, plan.names):
-        say(f"stage {name}: up to step {config.steps}")
-        results.append(run(config, plan.moves_on or bool(results)))
-    return results[-1]
