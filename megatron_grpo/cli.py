@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_grpo.commands.check import check
 from megatron_grpo.commands.evaluate import evaluate
 from megatron_grpo.commands.grade import grade
 from megatron_grpo.commands.launch import app as launch
@@ -30,6 +31,7 @@ app.command()(grade)
 app.command()(plan)
 app.command()(simulate)
 app.command()(profile)
+app.command()(check)
 app.add_typer(launch, name="launch")
 
 

@@ -18,6 +18,8 @@ from megatron_grpo.errors import ConfigError
 
 # Longest wait for Ray's head; a container image may have to be fetched first.
 START_DEADLINE_S = 900
+# Longest wait of the training for nodes and resources: three tries to start Ray, and their pauses.
+JOIN_DEADLINE_S = 300
 # Nodes write a sign of life every second; the file system may show it late.
 HEARTBEAT_S = 20
 # Ray declares a node dead after 5 missed checks, 3 s apart, each with 10 s to be answered.
@@ -152,6 +154,7 @@ def render(job: SlurmJob) -> Scripts:
         "srun_all": _srun_all(job),
         "srun_head": _srun_head(job),
         "start_deadline_s": START_DEADLINE_S,
+        "join_deadline_s": JOIN_DEADLINE_S,
         "heartbeat_s": HEARTBEAT_S,
         "node_death_s": NODE_DEATH_S,
         "patience_s": PATIENCE_S,
@@ -243,7 +246,7 @@ def _minutes(seconds: int) -> str:
 def _common(job: SlurmJob) -> list[str]:
     # --export: a site may tell sbatch to export nothing. --cpu-bind: the one task of a node uses
     # all of its cores.
-    options = ["--export=ALL", "--cpu-bind=none", "--unbuffered"]
+    options = ["--export=ALL", "--cpu-bind=none"]
     if job.container is not None and not job.apptainer:
         options += [
             f"--container-image={shlex.quote(job.container)}",

@@ -58,6 +58,9 @@ def slurm(
     sbatch: Annotated[
         list[str] | None, typer.Option(help="one more option, e.g. --sbatch=--qos=high")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="submit although `check` finds problems from here")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script and stop")] = False,
 ) -> None:
     """Submit CONFIG as one SLURM job that saves before its time limit and goes on by itself.
@@ -68,6 +71,16 @@ def slurm(
     """
     from grpo_launch.command import LaunchRequest, launch_slurm
 
+    from megatron_grpo.check.findings import show
+    from megatron_grpo.check.run import check_config
+
+    console = wide_console()
+    report = check_config(config, overrides or [], nodes + engine_nodes, gpus_per_node)
+    if report.exit_code:
+        show(report, console)
+        if not force and not dry_run:
+            console.print("not submitted; --force submits it all the same", style="bold")
+            raise typer.Exit(report.exit_code)
     request = LaunchRequest(
         config=config,
         overrides=tuple(overrides or ()),
@@ -88,4 +101,4 @@ def slurm(
         setup=setup,
         extra=tuple(sbatch or ()),
     )
-    launch_slurm(request, wide_console(), dry_run=dry_run)
+    launch_slurm(request, console, dry_run=dry_run)

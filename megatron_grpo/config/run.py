@@ -68,6 +68,15 @@ class SamplingConfig(Section):
         return self
 
 
+class RewardExample(Section):
+    """What a reward function should say; `megatron-grpo check` asks it."""
+
+    response: str
+    answer: str
+    reward: float
+    metadata: str = "{}"
+
+
 class ReasoningGymTask(Section):
     """A task of the reasoning-gym package by its name, generated on the fly."""
 
@@ -86,6 +95,8 @@ class ReasoningGymTask(Section):
     """Appended to every question, e.g. an instruction how to answer."""
     reward: str = "megatron_grpo.environments.rewards:last_number"
     """Import path `module:function` of (response: str, answer: str, metadata: str) -> float."""
+    reward_examples: tuple[RewardExample, ...] = ()
+    """Looked at by `megatron-grpo check` alone."""
 
     @field_validator("parameters", mode="before")
     @classmethod

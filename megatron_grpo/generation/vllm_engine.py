@@ -154,7 +154,7 @@ class VllmEngine:
                 sequences += min(len(self._requests), self._config.max_concurrent)
                 self._step()
                 steps += 1
-            attrs.update(steps=steps, sequences=sequences)
+            attrs.update(steps=steps, sequences=sequences, left=len(self._requests))
         finished, self._finished = self._finished, []
         return finished
 

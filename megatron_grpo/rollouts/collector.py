@@ -36,6 +36,7 @@ from megatron_grpo.rollouts.assembly import (
     new_partial,
     place,
 )
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import (
     Completion,
     FinishReason,
@@ -154,6 +155,7 @@ class Collector:
         self._num_interrupted = 0
         self._activity = "work"
         self._stopping = False
+        self.spans = SpanRecorder()
 
     @property
     def num_groups(self) -> int:
@@ -206,7 +208,8 @@ class Collector:
         arrivals = self._collect()
         whole = [i for i, arrival in enumerate(arrivals) if arrival.finish_reason is not None]
         self._activity = f"the environment, to grade {len(whole)} rollouts"
-        replies = self._environment.respond([_transcript(arrivals[i]) for i in whole])
+        with self.spans("grade"):
+            replies = self._environment.respond([_transcript(arrivals[i]) for i in whole])
         if len(replies) != len(whole):
             raise RolloutError(
                 "environment",

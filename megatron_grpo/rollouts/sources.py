@@ -38,6 +38,7 @@ from megatron_grpo.rollouts.assembly import in_order
 from megatron_grpo.rollouts.buffer import GroupBuffer
 from megatron_grpo.rollouts.collector import Collector, GroupRequest, OpenGroup
 from megatron_grpo.rollouts.slots import Counts, Limits, Position, Ticket
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Int32, RolloutGroup, StartedGroup
 
 # The generator reports its own lateness, with better words; the buffer's deadline comes this much
@@ -204,6 +205,11 @@ class LiveSource:
     def counts(self) -> Counts:
         """Slots by state, and groups dropped as stale or replaced."""
         return self._buffer.counts()
+
+    @property
+    def spans(self) -> SpanRecorder:
+        """When the environment graded."""
+        return self._collector.spans
 
     def metrics(self) -> dict[str, float]:
         """What happened beside the groups that were taken, since the last call."""

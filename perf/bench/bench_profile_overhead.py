@@ -3,8 +3,9 @@
     python perf/bench/bench_profile_overhead.py [--model DIR] [--turns 8] [--json]
 
 Forward and backward of the same micro-batches on one rank in this process, in turn with the spans
-and with Megatron's timing hooks taken out; processor seconds, medians. The micro-batches are far
-smaller than real ones, so that there are many spans for little work.
+and with Megatron's timing hooks taken out; processor seconds, medians. That difference drowns in
+the noise of a shared machine, so the record of one such step is also made alone, without the step.
+The micro-batches are far smaller than real ones: many spans for little work.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_grpo.algorithms.packing import TokenSequence, make_train_batch
 from megatron_grpo.batch import LossOutput, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
 from megatron_grpo.policy.megatron.backend import MegatronRank
+from megatron_grpo.policy.megatron.timers import SpanTimers
 from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_memory
 from megatron_grpo.spans import SpanRecorder
 
@@ -49,6 +51,21 @@ def random_batch(rank: MegatronRank):
     return make_train_batch(
         sequences, rank.batch_shape, token_weight_S=weights, temperature=1.0, metrics={}
     )
+
+
+def record_alone(spans: int, repeats: int = 200) -> float:
+    """Processor seconds of one step's record: so many timed blocks, and the host's own."""
+    recorder, calls = SpanRecorder(), SpanRecorder()
+    timer = SpanTimers(recorder, torch.device("cpu"))("forward-compute")
+    start = time.process_time()
+    for _ in range(repeats):
+        with calls("forward_backward") as attrs:
+            reset_peak_memory()
+            for _ in range(spans):
+                timer.start()
+                timer.stop()
+            attrs["peak_bytes"] = peak_memory_bytes()
+    return (time.process_time() - start) / repeats
 
 
 def main() -> None:
@@ -78,6 +95,8 @@ def main() -> None:
             rank.forward_backward(mine, 1.0, loss)
         if turn >= 2:
             spent[recorded].append(time.process_time() - start)
+    spans = len(rank.spans.read())
+    alone = record_alone(spans // (options.turns + 1))
     rank.close()
     with_s, without_s = (statistics.median(spent[recorded]) for recorded in (True, False))
     result = {
@@ -86,12 +105,14 @@ def main() -> None:
         "recorded_s": with_s,
         "unrecorded_s": without_s,
         "time_ratio_to_unrecorded": with_s / without_s,
-        "spans": len(rank.spans.read()),
+        "record_alone_s": alone,
+        "record_ratio_to_step": alone / without_s,
     }
     if options.json:
         print(json.dumps(result))
     else:
         print(f"{with_s:.3f} s recorded, {without_s:.3f} s not: {with_s / without_s - 1:+.2%}")
+        print(f"the record alone: {alone / without_s:.4%} of the step")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Run every benchmark, write one JSON, and compare its ratios with perf/baselines.
 
-    python perf/bench/gate.py [--out runs/bench.json] [--only NAME] [--list] [--update]
+    python perf/bench/gate.py [--out runs/bench.json] [--trl-python PYTHON] [--only NAME] [--list]
+        [--update]
 
 A ratio compares two things measured side by side in one run (ours against the plain way, or against
 another library), so it holds on a busy or a different machine where seconds do not. What got worse
-by more than its tolerance is printed and the exit status is 1; a benchmark that fails, or that this
-table does not know, is 2. `--update` makes the results the new baselines.
+by more than its tolerance is printed and the exit status is 1; a benchmark that fails ends the run.
+One that BENCHES does not know is run, and said not to be compared. `--update` makes
+the results the new baselines.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class Bench:
         needs_trl: runs another interpreter, one with TRL.
     """
 
-    arguments: tuple[str, ...]
-    keys: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
     needs_trl: bool = False
 
@@ -77,7 +79,13 @@ BENCHES: Mapping[str, Bench] = {
         needs_trl=True,
     ),
     "bench_profile_overhead": Bench(
-        (), ("microbatches",), {"time_ratio_to_unrecorded": Ratio("lower", 0.03)}
+        (),
+        ("microbatches",),
+        # A record of a few hundred microseconds; twice of it would not be seen in a step.
+        {
+            "record_ratio_to_step": Ratio("lower", 1.0),
+            "time_ratio_to_unrecorded": Ratio("lower", 0.1),
+        },
     ),
 }
 
@@ -149,16 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench.json")
     parser.add_argument("--trl-python", type=Path, help="of an environment with TRL")
-    parser.add_argument("--only", action="append", choices=sorted(BENCHES), metavar="NAME")
+    parser.add_argument("--only", action="append", choices=sorted(scripts()), metavar="NAME")
     parser.add_argument("--list", action="store_true", help="names of the benchmarks")
     parser.add_argument("--update", action="store_true", help="make the results the baselines")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found = scripts()
-    unknown = sorted(set(found) - set(BENCHES)) + sorted(set(BENCHES) - set(found))
-    if unknown:
-        console.print(f"[red]perf/bench/gate.py and the scripts disagree about[/red] {unknown}")
-        return 2
     if options.list:
         console.print("\n".join(found))
         return 0
@@ -166,14 +170,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes: list[Change] = []
     skipped: list[str] = []
     for name in options.only or found:
-        bench = BENCHES[name]
+        bench = BENCHES.get(name, Bench())
         if bench.needs_trl and (options.trl_python is None or not options.trl_python.exists()):
             skipped.append(f"{name}, for want of TRL: make bench-trl, or --trl-python")
             continue
         console.print(f"[dim]{name} ...[/dim]")
         results[name] = run_bench(found[name], bench, options.trl_python)
         baseline = BASELINES / f"{name}.json"
-        if options.update:
+        if not bench.ratios:
+            skipped.append(f"comparison of {name}: perf/bench/gate.py names no ratio of it")
+        elif options.update:
             baseline.write_text(json.dumps(results[name], indent=2) + "\n", encoding="utf-8")
         elif baseline.exists():
             changes += compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 Intervals = list[tuple[float, float]]
@@ -38,6 +39,16 @@ def intersection(one: Intervals, two: Intervals) -> Intervals:
         else:
             j += 1
     return found
+
+
+def difference(one: Intervals, two: Intervals) -> Intervals:
+    """What of `one` is not in `two`; both sorted and disjoint.
+
+    >>> difference([(0, 5)], [(1, 2), (4, 6)])
+    [(0, 1), (2, 4)]
+    """
+    edges = [(float("-inf"), float("-inf")), *two, (float("inf"), float("inf"))]
+    return intersection(one, [(a[1], b[0]) for a, b in itertools.pairwise(edges)])
 
 
 def length(intervals: Intervals) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-from grpo_perf.intervals import Intervals, clip, union
+from grpo_perf.intervals import Intervals, clip, difference, union
 from grpo_perf.profile_run import Measured
 from megatron_grpo.spans import Span
 
@@ -52,6 +53,20 @@ def activity(measured: Measured) -> dict[str, Intervals]:
         for span, phase in names.items():
             found[phase] = union([*found.get(phase, []), *within(spans, (span,), window)])
     return {phase: intervals for phase, intervals in found.items() if intervals}
+
+
+def between_calls(engine: Sequence[Span]) -> Intervals:
+    """When an engine had requests and was not asked to go on: the driver handled what had finished,
+    or the call was on its way. Weight pulls are left out.
+    """
+    calls = sorted((s for s in engine if s.name == "generate"), key=lambda span: span.start_s)
+    gaps = [
+        (one.end_s, two.start_s)
+        for one, two in itertools.pairwise(calls)
+        if one.attrs.get("left", 0) > 0
+    ]
+    pulls = union((s.start_s, s.end_s) for s in engine if s.name == "pull_weights")
+    return difference(union(gaps), pulls)
 
 
 def working(engine: Sequence[Span]) -> list[Span]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_perf.intervals import length
-from grpo_perf.profile_phases import within, working
+from grpo_perf.intervals import clip, length
+from grpo_perf.profile_phases import between_calls, within, working
 from grpo_perf.profile_run import Measured
 
 
@@ -20,7 +20,7 @@ class Rates:
         decode_step_s, decode_sequence_s: an engine step takes the first plus the second times its
             sequences, fitted to the engines' spans.
         policy_idle: share of the time the training thread waited for rollouts.
-        engine_idle: share of the time engines did not generate.
+        engine_idle: share of the time engines had no request, or pulled weights.
     """
 
     policy_s: float
@@ -34,7 +34,7 @@ class Rates:
 
 def measure_rates(measured: Measured, accounted: Mapping[str, float], step_s: float) -> Rates:
     window = measured.window_s
-    waited, push = accounted["generate"], accounted["push"]
+    waited, push = accounted["generate"] + accounted.get("drain", 0.0), accounted["push"]
     grading = [s for s in measured.grading if window[0] <= s.start_s <= window[1]]
     decoding = [
         span
@@ -42,11 +42,16 @@ def measure_rates(measured: Measured, accounted: Mapping[str, float], step_s: fl
         for span in working(spans)
         if span.name == "generate" and window[0] <= span.start_s <= window[1]
     ]
+    gaps = busy = 0.0
+    for spans in measured.engines.values():
+        mine = length(clip(between_calls(spans), window))
+        gaps += mine
+        busy += length(within(working(spans), ("generate",), window)) + mine
+    # A simulated engine goes on as long as it has requests: what passes between two calls is spread
+    # over the steps.
+    stretch = busy / (busy - gaps) if busy > gaps else 1.0
     per_step, per_sequence = fit_decode(
-        [(s.attrs["steps"], s.attrs["sequences"], s.seconds) for s in decoding]
-    )
-    busy = sum(
-        length(within(working(spans), ("generate",), window)) for spans in measured.engines.values()
+        [(s.attrs["steps"], s.attrs["sequences"], s.seconds * stretch) for s in decoding]
     )
     return Rates(
         policy_s=step_s - waited - push,

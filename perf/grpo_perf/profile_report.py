@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from grpo_perf.flops import training_flops, utilisation
 from grpo_perf.hardware import Hardware
-from grpo_perf.intervals import intersection, length, union
+from grpo_perf.intervals import clip, intersection, length, union
 from grpo_perf.profile_phases import (
     ENGINE_PHASES,
     LOOP_PHASES,
     RANK_PHASES,
     activity,
+    between_calls,
     loop_phase,
     within,
     working,
@@ -196,6 +197,7 @@ def _engine_row(name: str, spans: list[Span], measured: Measured) -> ActorRow:
         phase: length(within(busy, (span,), measured.window_s))
         for span, phase in ENGINE_PHASES.items()
     }
+    seconds["between calls"] = length(clip(between_calls(spans), measured.window_s))
     return _actor_row(name, seconds, spans, measured, measured.steps)
 
 

@@ -1,9 +1,9 @@
 """Runs real steps of a config and gathers what every actor did.
 
-    run.train --> loop phases | grading | ranks' spans | engines' spans --> Recording
+    run.train --> loop phases | grading | ranks' spans | engines' spans --> Measured
 
-The loop is the ordinary one; around it only the environment and the algorithm are watched, held-out
-evaluation is left out, and the first step is a warm-up.
+The loop is the ordinary one; around it only the algorithm is watched, held-out evaluation is left
+out, and the first step is a warm-up.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.environments.chat import ChatTokenizer
 from megatron_grpo.environments.dialogues import load_data
 from megatron_grpo.errors import ConfigError
-from megatron_grpo.protocols import Algorithm, Environment, Loss, Split
+from megatron_grpo.protocols import Algorithm, Loss
 from megatron_grpo.runtime.generator_proxy import RayGenerator
 from megatron_grpo.runtime.policy_proxy import RayPolicy
 from megatron_grpo.runtime.ray_cluster import Member, read_spans, use_tool
-from megatron_grpo.spans import Span, SpanRecorder
+from megatron_grpo.spans import Recording, Span
 from megatron_grpo.train.assemble import (
     build_environment,
     build_run,
@@ -40,7 +40,7 @@ from megatron_grpo.train.assemble import (
 )
 from megatron_grpo.train.data_run import build_data_run
 from megatron_grpo.train.loop import Progress, Run, train
-from megatron_grpo.types import Observation, Prompt, Reward, RolloutGroup, Transcript
+from megatron_grpo.types import RolloutGroup
 
 WARMUP_STEPS = 1
 _TRACER = "megatron_grpo.runtime.tracing:Tracer"
@@ -129,8 +129,7 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
     with ExitStack() as stack:
-        grading = SpanRecorder()
-        run, members, engines = _start(config, grading, console, stack)
+        run, members, engines = _start(config, console, stack)
         actors = Actors(members, engines, config)
         model = read_architecture(config.model.folder)
         before = actors.speeds(model)
@@ -150,7 +149,7 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
             dtype=resolve_dtype(config.policy.dtype, gpu=actors.gpu),
             step_ends_s=progress.unix_times(),
             loop=run.phases.spans.read(),
-            grading=grading.read(),
+            grading=run.source.spans.read() if isinstance(run.source, Recording) else [],
             ranks=read_spans(members, deadline_s),
             engines=read_spans(engines, deadline_s),
             work=algorithm.seen[WARMUP_STEPS:],
@@ -184,7 +183,7 @@ def _cluster(config: RunConfig, options: ProfileOptions) -> ClusterConfig:
 
 
 def _start(
-    config: RunConfig, grading: SpanRecorder, console: Console, stack: ExitStack
+    config: RunConfig, console: Console, stack: ExitStack
 ) -> tuple[Run, list[Member], list[Member]]:
     """(run, policy ranks, engines)."""
     tokenizer = ChatTokenizer(config.model.folder)
@@ -202,8 +201,7 @@ def _start(
     folder = prepare_folder(config, console)
     console.print(f"[bold]{config.name}[/bold]: starting; the first step is a warm-up")
     policy, generator = stack.enter_context(cluster_backends(config))
-    watched = WatchedEnvironment(environment, grading)
-    run, _ = build_run(config, folder, tokenizer, watched, policy, generator, console, stack)
+    run, _ = build_run(config, folder, tokenizer, environment, policy, generator, console, stack)
     return run, _members(policy), _members(generator)
 
 
@@ -281,30 +279,6 @@ class Actors:
         verb: str,
     ) -> list:
         return use_tool(members, tool, arguments, verb, self._deadline_s)
-
-
-class WatchedEnvironment:
-    """An environment whose grading is recorded; see protocols.Environment."""
-
-    def __init__(self, inner: Environment, spans: SpanRecorder) -> None:
-        self._inner = inner
-        self._spans = spans
-
-    def num_prompts(self, split: Split) -> int:
-        return self._inner.num_prompts(split)
-
-    def prompt(self, split: Split, index: int) -> Prompt:
-        return self._inner.prompt(split, index)
-
-    def respond(self, transcripts: Sequence[Transcript]) -> list[Reward | Observation]:
-        with self._spans("grade"):
-            return self._inner.respond(transcripts)
-
-    def fingerprint(self) -> str:
-        return self._inner.fingerprint()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class WatchedAlgorithm:

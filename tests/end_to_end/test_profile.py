@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from grpo_perf.profile_command import run_profile_command
 from grpo_perf.profile_run import ProfileOptions, measure_run
+from grpo_perf.recorded import recorded_lengths
+from grpo_perf.replayed import replay_profile
 from rich.console import Console
 from tiny import save_tiny
 from toy import EOS, save_toy_tokenizer
@@ -17,6 +19,8 @@ from transformers import GenerationConfig
 from megatron_grpo.config import RunConfig
 from megatron_grpo.config.base import validate
 from megatron_grpo.errors import ConfigError
+
+STEPS = 5
 
 
 def config_for(model: Path, run_dir: Path, policy: str = "megatron") -> RunConfig:
@@ -33,7 +37,12 @@ def config_for(model: Path, run_dir: Path, policy: str = "megatron") -> RunConfi
             "heldout_rows": 4,
         },
         "sampling": {"max_new_tokens": 12},
-        "rollouts": {"groups_per_step": 3, "group_size": 4, "max_prompt_tokens": 96},
+        "rollouts": {
+            "groups_per_step": 3,
+            "group_size": 4,
+            "max_prompt_tokens": 96,
+            "max_staleness": 1,
+        },
         "policy": {"type": policy, "dtype": "float32", "microbatch_tokens": 256},
         "generator": {
             "type": "vllm" if policy == "megatron" else "reference",
@@ -53,7 +62,7 @@ def profiled(tmp_path_factory):
     save_toy_tokenizer(model)
     GenerationConfig(eos_token_id=EOS, do_sample=True).save_pretrained(model)
     config = config_for(model, tmp_path_factory.mktemp("runs") / "tiny")
-    options = ProfileOptions(steps=2, trace=True, ranks=(1,))
+    options = ProfileOptions(steps=STEPS, trace=True, ranks=(1,))
     report = run_profile_command(config, options, None, Console(quiet=True))
     return report, config.folder.with_name("tiny-profile")
 
@@ -61,7 +70,7 @@ def profiled(tmp_path_factory):
 @pytest.mark.slow
 def test_the_loops_phases_sum_to_the_wall_within_three_percent(profiled):
     report, _ = profiled
-    assert len(report.step_s) == 2
+    assert len(report.step_s) == STEPS
     assert abs(report.unaccounted_s) < 0.03 * report.mean_step_s
 
 
@@ -99,6 +108,15 @@ def test_the_chosen_rank_is_traced_and_no_other(profiled):
     with gzip.open(folder / "trace_policy_rank_1.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     assert any("mm" in event.get("name", "") for event in events)
+
+
+@pytest.mark.slow
+def test_the_simulator_plays_the_asynchronous_run_with_its_idle_shares(profiled):
+    report, folder = profiled
+    replayed = replay_profile(folder, [], recorded_lengths(folder))
+    assert replayed.same
+    assert replayed.result.policy_idle == pytest.approx(report.rates.policy_idle, abs=0.1)
+    assert replayed.result.engine_idle == pytest.approx(report.rates.engine_idle, abs=0.1)
 
 
 def test_what_cannot_be_profiled_is_refused_before_anything_starts(tmp_path):

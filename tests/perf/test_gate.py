@@ -50,8 +50,8 @@ def test_rows_are_compared_with_the_row_of_the_same_keys_and_nothing_else(gate):
     ]
 
 
-def test_every_benchmark_is_in_the_table(gate):
-    assert set(gate.scripts()) == set(gate.BENCHES)
+def test_the_table_names_only_benchmarks_that_exist(gate):
+    assert set(gate.BENCHES) <= set(gate.scripts())
 
 
 def test_stored_baselines_hold_the_keys_and_a_ratio_of_every_row_that_is_compared(gate):
@@ -63,7 +63,7 @@ def test_stored_baselines_hold_the_keys_and_a_ratio_of_every_row_that_is_compare
             assert not bench.ratios or any(row.get(ratio) for ratio in bench.ratios), (name, row)
 
 
-def test_the_exit_status_says_what_happened(gate, tmp_path, monkeypatch):
+def test_the_exit_status_says_what_happened(gate, tmp_path, monkeypatch, capsys):
     script = tmp_path / "bench_fake.py"
     script.write_text('import json; print(json.dumps({"n": 1, "ratio": 2.0}))')
     monkeypatch.setattr(gate, "FOLDERS", (tmp_path,))
@@ -79,7 +79,8 @@ def test_the_exit_status_says_what_happened(gate, tmp_path, monkeypatch):
     (tmp_path / "bench_fake.json").write_text('[{"n": 1, "ratio": 1.0}]')
     assert gate.main(out) == 1
     monkeypatch.setattr(gate, "BENCHES", {})
-    assert gate.main(out) == 2
+    assert gate.main(out) == 0
+    assert "gate.py names no ratio of it" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(gate, "BENCHES", table)
     script.write_text("raise SystemExit('no model')")
     with pytest.raises(SystemExit, match=r"bench_fake.py failed.*no model"):

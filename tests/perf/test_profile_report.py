@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from grpo_perf.hardware import hardware_named
-from grpo_perf.intervals import clip, intersection, length, union
+from grpo_perf.intervals import clip, difference, intersection, length, union
 from grpo_perf.microbenchmark import Speeds
 from grpo_perf.model_shape import Architecture
 from grpo_perf.profile_rates import fit_decode
@@ -259,8 +259,25 @@ def test_decode_seconds_are_fitted_by_steps_and_sequences():
     assert fit_decode([(1, 4, 8.0), (2, 8, 16.0)]) == pytest.approx((0.0, 2.0))
 
 
+def test_an_engine_with_requests_that_waits_for_its_next_call_is_not_idle():
+    engine = [
+        Span("generate", 100.0, 101.0, {"steps": 1, "sequences": 2, "left": 2}),
+        Span("generate", 102.0, 103.0, {"steps": 1, "sequences": 2, "left": 1}),
+        Span("pull_weights", 103.5, 104.5),
+        Span("generate", 105.0, 106.0, {"steps": 1, "sequences": 1, "left": 0}),
+        Span("generate", 108.0, 108.0, {"steps": 0, "sequences": 0, "left": 0}),
+    ]
+    measured = measured_of(TWO_STAGES, {"engine 0": engine}, LOOP, {"pipeline": 2})
+    report = make_report(measured, hardware_named("cpu"))
+    # One second, then two less the pull's one; nothing after the last had finished.
+    assert report.engines[0].seconds["between calls"] == pytest.approx(2.0)
+    assert report.rates is not None
+    assert report.rates.engine_idle == pytest.approx(1 - 5 / 10)
+
+
 def test_sets_of_time():
     assert union([(3, 4), (0, 2), (1, 2.5), (5, 5)]) == [(0, 2.5), (3, 4)]
     assert intersection([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
+    assert difference([(0, 5)], [(1, 2), (4, 6)]) == [(0, 1), (2, 4)]
     assert clip([(0, 2), (1, 9)], (1.5, 4)) == [(1.5, 4)]
     assert length([(0, 2.5), (3, 4)]) == 3.5

@@ -57,7 +57,7 @@ run_driver() {
   head=$(published_head)
   export RAY_ADDRESS=$head
   "$python" -m megatron_grpo.cli train {{ config | sh }} "run_dir=$GRPO_RUN_DIR" "cluster.address=$head" \
-    cluster.nodes={{ nodes + engine_nodes }}{% if seeds %} "seed=$GRPO_SEED"{% endif %} &
+    cluster.nodes={{ nodes + engine_nodes }} cluster.placement_deadline_s={{ join_deadline_s }}{% if seeds %} "seed=$GRPO_SEED"{% endif %} &
   child=$!
   trap 'kill -TERM $child 2>/dev/null' TERM
   while kill -0 $child 2>/dev/null; do
@@ -82,7 +82,7 @@ run_driver() {
 }
 
 run_ray() {
-  local store shm head child status word waited=0 first=0 log
+  local store shm head='' child='' status=1 ended=0 waited=0 first=0 log try
   local folder=${GRPO_TMP:-/tmp}/grpo-$job-$number
   [ "$number" = 0 ] && first=1
   mkdir -p "$folder" && chmod 700 "$folder" || exit 4
@@ -98,8 +98,7 @@ run_ray() {
   set -- "$@" --resources="{\"grpo:role:$role\": 1${domain:+, \"grpo:domain:$domain\": 1}}"
   if [ $first = 1 ]; then
     # Ray's own client server takes no 0; nobody uses it, and one that cannot listen does no harm.
-    "$python" -m ray.scripts.scripts start --head --port=0 --temp-dir="$folder" --include-dashboard=false \
-      --ray-client-server-port=$((20000 + job % 40000)) "$@" >"$log" 2>&1 &
+    set -- --head --port=0 --include-dashboard=false --ray-client-server-port=$((20000 + job % 40000)) "$@"
   else
     while head=$(published_head) && [ -z "$head" ]; do
       [ "$(control)" = down ] && exit 0
@@ -107,25 +106,32 @@ run_ray() {
       waited=$((waited + 1))
       sleep 1
     done
-    "$python" -m ray.scripts.scripts start --address="$head" --temp-dir="$folder" "$@" >"$log" 2>&1 &
+    set -- --address="$head" "$@"
   fi
-  child=$!
-  trap 'kill -TERM $child 2>/dev/null' TERM
-  while kill -0 $child 2>/dev/null; do
-    if [ $first = 1 ] && [ -z "${head:-}" ]; then
-      head=$(sed -n "s/.*ray start --address='\([^']*\)'.*/\1/p" "$log" | head -n 1)
-      [ -n "$head" ] && { echo "$head" >"$GRPO_JOB/head"; say "Ray's head listens at $head"; }
-    fi
-    # A sign of life that the batch script compares with the others', whatever the clocks say.
-    echo "$GRPO_NODE_ADDRESS" >"$GRPO_JOB/alive/$node"
-    word=$(control)
-    [ "$word" = down ] && kill -TERM $child 2>/dev/null
-    sleep 1 &
-    wait $! # unlike sleep itself, it lets a signal through
+  trap 'ended=1; kill -TERM $child 2>/dev/null' TERM
+  # Ray gives itself 30 s to start, which a busy machine or a head with many nodes can exceed.
+  for try in 1 2 3; do
+    "$python" -m ray.scripts.scripts start --temp-dir="$folder" "$@" >"$log" 2>&1 &
+    child=$!
+    while kill -0 $child 2>/dev/null; do
+      if [ $first = 1 ] && [ -z "$head" ]; then
+        head=$(sed -n "s/.*ray start --address='\([^']*\)'.*/\1/p" "$log" | head -n 1)
+        [ -n "$head" ] && { echo "$head" >"$GRPO_JOB/head"; say "Ray's head listens at $head"; }
+      fi
+      # A sign of life that the batch script compares with the others', whatever the clocks say.
+      echo "$GRPO_NODE_ADDRESS" >"$GRPO_JOB/alive/$node"
+      [ "$(control)" = down ] && kill -TERM $child 2>/dev/null
+      sleep 1 &
+      wait $! # unlike sleep itself, it lets a signal through
+    done
+    wait $child
+    status=$?
+    [ "$(control)" = down ] && ended=1
+    if [ $ended = 1 ] || grep -q "Ray runtime started" "$log"; then break; fi
+    say "Ray did not start (try $try of 3); the end of $log:"
+    tail -n 3 "$log"
   done
-  wait $child
-  status=$?
-  if [ "$(control)" = down ]; then
+  if [ $ended = 1 ]; then
     status=0 # Ray says 1 when it is told to stop
   else
     say "Ray ended by itself ($status); the end of $log:"
