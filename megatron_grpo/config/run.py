@@ -8,9 +8,9 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
 from megatron_grpo.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
@@ -30,14 +30,13 @@ from megatron_grpo.config.base import (
     Section,
     apply_overrides,
     merge,
-    parse_scalar,
     read_yaml,
-    tag_of,
     validate,
 )
 from megatron_grpo.config.checkpoint import CheckpointConfig
-from megatron_grpo.config.data import DialogueTask, FieldPath, MathTask, ProblemTask
+from megatron_grpo.config.data import ProblemTask
 from megatron_grpo.config.stages import Stage
+from megatron_grpo.config.tasks import TASKS_OF, DataTask, ReasoningGymTask, TaskConfig
 from megatron_grpo.errors import ConfigError
 
 
@@ -75,102 +74,6 @@ class RewardExample(Section):
     answer: str
     reward: float
     metadata: str = "{}"
-
-
-class ReasoningGymTask(Section):
-    """A task of the reasoning-gym package by its name, generated on the fly."""
-
-    type: Literal["reasoning_gym"] = "reasoning_gym"
-    name: str
-    """A data set of reasoning-gym, e.g. chain_sum."""
-    parameters: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own settings, e.g. {min_terms: 2, max_terms: 2}; unknown ones are refused."""
-    rows: PositiveInt = 1000
-    """Problems generated before the split; duplicates (same question) are dropped."""
-    heldout_rows: PositiveInt = 64
-    """Set aside for evaluation; no question of theirs is trained on."""
-    seed: NonNegativeInt = 0
-    system_prompt: str | None = None
-    prompt_suffix: str = ""
-    """Appended to every question, e.g. an instruction how to answer."""
-    reward: str = "megatron_grpo.environments.rewards:last_number"
-    """Import path `module:function` of (response: str, answer: str, metadata: str) -> float."""
-    reward_examples: tuple[RewardExample, ...] = ()
-    """Looked at by `megatron-grpo check` alone."""
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _read_text(cls, parameters: object) -> object:
-        """Values from the command line are text; what they mean is the task's business, so YAML
-        decides.
-        """
-        if not isinstance(parameters, dict):
-            return parameters
-        return {key: parse_scalar(value) for key, value in parameters.items()}
-
-
-class DataTask(Section):
-    """Rows of files instead of problems to sample answers for."""
-
-    path: str
-    """As in task.train of `type: math`: a file, a folder, `hub:OWNER/NAME` or `shipped:NAME`."""
-    files: str = "**/*"
-    """Of a folder or hub data set: a pattern of the files to read."""
-    heldout_rows: PositiveInt = 16
-    """Set aside for evaluation, chosen by the seed."""
-    seed: NonNegativeInt = 0
-    max_row_tokens: PositiveInt = 1024
-    """Longer dialogues (of a pair: if either is longer) are left out and counted."""
-
-
-class ChatTask(DataTask):
-    """Dialogues to imitate, one per row: {"messages": [{"role": ..., "content": ...}, ...]}, or a
-    question and an answer in the fields that `prompt` and `response` name.
-    """
-
-    type: Literal["chats"] = "chats"
-    prompt: FieldPath | None = None
-    response: FieldPath | None = None
-    system_prompt: str | None = None
-    """Before the question; rows with messages bring their own."""
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> ChatTask:
-        if (self.prompt is None) != (self.response is None):
-            raise ConfigError(
-                "response" if self.prompt else "prompt",
-                "is missing: a question needs its answer",
-                remedy="name both fields, or neither",
-            )
-        if self.system_prompt is not None and self.prompt is None:
-            raise ConfigError(
-                "system_prompt",
-                "has no place: rows with messages bring their own",
-                found=self.system_prompt,
-                remedy="drop it, or name the fields prompt and response",
-            )
-        return self
-
-
-class PreferenceTask(DataTask):
-    """Pairs, one per line: {"prompt": [messages], "chosen": text, "rejected": text}."""
-
-    type: Literal["preferences"] = "preferences"
-
-
-TaskConfig = Annotated[
-    Annotated[ReasoningGymTask, Tag("reasoning_gym")]
-    | Annotated[MathTask, Tag("math")]
-    | Annotated[DialogueTask, Tag("dialogue")]
-    | Annotated[ChatTask, Tag("chats")]
-    | Annotated[PreferenceTask, Tag("preferences")],
-    Discriminator(tag_of("reasoning_gym")),
-]
-_TASKS_OF = {
-    "grpo": ("reasoning_gym", "math", "dialogue"),
-    "sft": ("chats",),
-    "dpo": ("preferences",),
-}
 
 
 class RolloutsConfig(Section):
@@ -279,7 +182,7 @@ class RunConfig(Section):
                     remedy=f"set it to {total}",
                 )
             self.stage_configs()
-        wanted = _TASKS_OF[self.algorithm.type]
+        wanted = TASKS_OF[self.algorithm.type]
         if self.task.type not in wanted:
             raise ConfigError(
                 "task.type",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,16 +17,12 @@ from rich.console import Console
 
 from megatron_grpo.config import (
     ChatTask,
-    DialogueTask,
-    MathTask,
     PreferenceTask,
-    ReasoningGymTask,
     RunConfig,
 )
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
-from megatron_grpo.train.checkpoints import newest_whole
 from megatron_grpo.train.data_summary import (
     DataSummary,
     print_data_summary,
@@ -42,7 +38,9 @@ from megatron_grpo.train.resume import open_records, restore
 from megatron_grpo.train.run_folder import RunFolder, open_run
 from megatron_grpo.train.saver import Saver
 from megatron_grpo.train.signals import StopRequest, stop_on_signals
+from megatron_grpo.train.stages import run_in_stages
 from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
+from megatron_grpo.train.task_environments import build_environment, mixture_of
 
 if TYPE_CHECKING:
     from megatron_grpo.runtime.ray_cluster import Member, RayCluster
@@ -71,7 +69,9 @@ def run_training(
     """
     console = console or Console()
     if config.stages:
-        return run_in_stages(config, console, fresh=fresh, accept_changes=accept_changes)
+        return run_in_stages(
+            config, console, run_training, fresh=fresh, accept_changes=accept_changes
+        )
     check_model_folder(config.model.folder)
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
@@ -85,26 +85,6 @@ def run_training(
             return None
         begin = run_sampled if config.generator is not None else run_on_data
         return begin(config, folder, stop, console, accept_changes)
-
-
-def run_in_stages(
-    config: RunConfig, console: Console, *, fresh: bool, accept_changes: bool
-) -> Summary | DataSummary | None:
-    """Stage after stage, each as a run of its own that goes on where the one before ended."""
-    from megatron_grpo.train.stages import plan_stages
-
-    newest = None if fresh else newest_whole(config.folder / "checkpoints", console.print)
-    plan = plan_stages(config, newest)
-    summary = None
-    for place, (stage, name) in enumerate(zip(plan.configs, plan.names)):
-        console.print(f"stage [bold]{name}[/bold]: to step {stage.steps} of {config.steps}")
-        summary = run_training(
-            stage,
-            console,
-            fresh=fresh and place == 0,
-            accept_changes=accept_changes or plan.moves_on or place > 0,
-        )
-    return summary
 
 
 def run_sampled(
@@ -280,33 +260,6 @@ def build_grpo(config: RunConfig) -> Algorithm:
     if config.algorithm.type != "grpo":
         raise ConfigError("algorithm.type", "does not learn from samples")
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
-
-
-def build_environment(config: RunConfig, tokenizer) -> Environment:
-    """What the task's `type` names; the tokenizer is the model's."""
-    from megatron_grpo.environments.interactive import DialogueEnvironment
-    from megatron_grpo.environments.maths import MathEnvironment
-    from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
-
-    limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
-    match config.task:
-        case ReasoningGymTask():
-            return ReasoningGymEnvironment(config.task, tokenizer, *limits)
-        case MathTask():
-            return MathEnvironment(config.task, tokenizer, *limits)
-        case DialogueTask():
-            return DialogueEnvironment(config.task, tokenizer, *limits)
-    raise ConfigError("task.type", "poses no problems to sample answers for")
-
-
-def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:
-    """(rows, weight) of the training sources of environments that read files."""
-    from megatron_grpo.environments.interactive import DialogueEnvironment
-    from megatron_grpo.environments.maths import MathEnvironment
-
-    if isinstance(environment, MathEnvironment | DialogueEnvironment):
-        return environment.problems.mixture
-    return None
 
 
 def check_model_folder(folder: Path, key: str = "model.path") -> None:

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
+
+from rich.console import Console
 
 from megatron_grpo.config import RunConfig, load_config
 from megatron_grpo.config.checkpoint import differences
-from megatron_grpo.train.checkpoints import Checkpoint
+from megatron_grpo.train.checkpoints import Checkpoint, newest_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +59,42 @@ def _changed(saved: Path, now: RunConfig) -> bool:
     """Whether a checkpoint was made by something else than this stage."""
     before = load_config(saved).model_dump(mode="json")
     return bool(differences(before, now.model_dump(mode="json")))
+
+
+ResultT = TypeVar("ResultT", covariant=True)
+
+
+class Trains(Protocol[ResultT]):
+    """train.assemble.run_training."""
+
+    def __call__(
+        self, config: RunConfig, console: Console, *, fresh: bool, accept_changes: bool
+    ) -> ResultT: ...
+
+
+def run_in_stages(
+    config: RunConfig,
+    console: Console,
+    train: Trains[ResultT],
+    *,
+    fresh: bool,
+    accept_changes: bool,
+) -> ResultT:
+    """Train what is left, stage after stage, each as a run that goes on where the one before ended.
+    Returns the last result.
+    """
+    newest = None if fresh else newest_whole(config.folder / "checkpoints", console.print)
+    plan = plan_stages(config, newest)
+    results: list[ResultT] = []
+    for place, (stage, name) in enumerate(zip(plan.configs, plan.names)):
+        console.print(f"stage [bold]{name}[/bold]: to step {stage.steps} of {config.steps}")
+        going_on = plan.moves_on or place > 0
+        results.append(
+            train(
+                stage,
+                console,
+                fresh=fresh and place == 0,
+                accept_changes=accept_changes or going_on,
+            )
+        )
+    return results[-1]
