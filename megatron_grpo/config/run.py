@@ -67,15 +67,6 @@ class SamplingConfig(Section):
         return self
 
 
-class RewardExample(Section):
-    """What a reward function should say; `megatron-grpo check` asks it."""
-
-    response: str
-    answer: str
-    reward: float
-    metadata: str = "{}"
-
-
 class RolloutsConfig(Section):
     """How much is generated per step and how far it may run ahead."""
 

@@ -17,6 +17,15 @@ from megatron_grpo.config.data import DialogueTask, FieldPath, MathTask
 from megatron_grpo.errors import ConfigError
 
 
+class RewardExample(Section):
+    """What a reward function should say; `megatron-grpo check` asks it."""
+
+    response: str
+    answer: str
+    reward: float
+    metadata: str = "{}"
+
+
 class ReasoningGymTask(Section):
     """A task of the reasoning-gym package by its name, generated on the fly."""
 
