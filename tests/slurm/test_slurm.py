@@ -76,6 +76,7 @@ def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path
 
 def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft):
     whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
+    assert cluster.wait(whole)["JobState"] == "COMPLETED", whole.log[-4000:]
     cut = cluster.launch(sft("cut", STEPS), *TWO_NODES)
     cluster.wait_for_step(cut, 15)
     # As if the limit had been this from the start: SLURM itself sends the signal ahead of it.
@@ -87,7 +88,6 @@ def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft)
     state = cluster.wait(cut)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cut.log[-4000:]
     assert "going on after step" in cut.log
-    assert cluster.wait(whole)["JobState"] == "COMPLETED"
     assert weights(cut.run_dir) == weights(whole.run_dir)
 
 
