@@ -126,7 +126,10 @@ def test_a_run_killed_inside_a_stage_goes_on_in_that_stage_to_the_same_weights(
         run_training(staged(folder, run_dir), Console(quiet=True))
     trained.append(0)  # from here on every step is noted and none is the last
     run_training(staged(folder, run_dir), Console(quiet=True))
-    assert trained[1:] == list(range(killed_at, 7))
+    first = trained[1]
+    assert trained[1:] == list(range(first, 7))
+    # The last step's checkpoint may not have been complete; but it is the same stage of two steps.
+    assert first in (killed_at - 1, killed_at) and (first - 1) // 2 == (killed_at - 1) // 2
     assert weights_digest(run_dir) == weights_digest(whole)
     losses = [[row["loss"] for row in steps_of(path)] for path in (run_dir, whole)]
     assert losses[0] == losses[1]
