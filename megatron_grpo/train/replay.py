@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_grpo.algorithms import Dpo, Sft
-from megatron_grpo.config import RunConfig, load_config
+from megatron_grpo.config import DpoConfig, RunConfig, SftConfig, load_config
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, PolicyBackend
 from megatron_grpo.rollouts.stored_source import StoredSource
@@ -139,11 +139,10 @@ def _before(root: Path, step: int) -> Checkpoint | None:
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
-    match config.algorithm.type:
-        case "dpo":
-            return Dpo(config.algorithm)
-        case "sft":
-            return Sft(config.algorithm)
+    if isinstance(config.algorithm, DpoConfig):
+        return Dpo(config.algorithm)
+    if isinstance(config.algorithm, SftConfig):
+        return Sft(config.algorithm)
     return build_grpo(config)
 
 
