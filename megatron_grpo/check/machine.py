@@ -52,7 +52,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
 
 def needed_bytes(config: RunConfig, model: Architecture) -> int:
     """One checkpoint more than are kept exists while the newest is written."""
-    kept = 3
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     return model.num_parameters * (_CHECKPOINT_BYTES * kept + 4)
 
 

@@ -1,6 +1,6 @@
 """How long the control plane takes to start N ranks, without models: seconds per phase.
 
-    python perf/bench/bench_startup.py [--ranks 1024] [--processes 4] [--json]
+    python perf/bench/bench_startup.py [--ranks 1024] [--processes 32] [--json]
 
 A mock rank does what a real one does before it loads anything: it joins the store, tells where it
 is, and waits for the others. `--processes` processes hold all of them as threads, since memory for
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 
 from rich.console import Console
@@ -66,9 +67,10 @@ def mock_rank(rank: int, ranks: int, where: Rendezvous, gates: Sequence[threadin
 
 
 def host_process(
-    first: int, last: int, ranks: int, where: Rendezvous, outer: Sequence[Barrier]
+    first: int, last: int, ranks: int, told: Connection, outer: Sequence[Barrier]
 ) -> None:
-    """Threads of this process pass a gate together; the first of them waits for other processes."""
+    """Threads of this process pass a gate together; the last of them waits for other processes."""
+    where: Rendezvous = told.recv()
 
     def gate(index: int) -> threading.Barrier:
         return threading.Barrier(last - first, action=lambda: outer[index].wait(DEADLINE_S))
@@ -85,6 +87,16 @@ def host_process(
 
 
 def measure(ranks: int, processes: int) -> Startup:
+    context = mp.get_context("fork")  # before any thread exists; nobody imports anything again
+    outer = [context.Barrier(processes + 1) for _ in range(5)]
+    bounds = [ranks * i // processes for i in range(processes + 1)]
+    ends = []
+    children = []
+    for low, high in itertools.pairwise(bounds):
+        here, there = context.Pipe()
+        ends.append(here)
+        children.append(context.Process(target=host_process, args=(low, high, ranks, there, outer)))
+        children[-1].start()
     started = time.perf_counter()
     nodes = [Node(f"n{i:04d}", 8, 64, domain=f"rack{i // 16}") for i in range(ranks // 8)]
     layout = ParallelConfig(tensor=8, data=ranks // 8)
@@ -92,16 +104,8 @@ def measure(ranks: int, processes: int) -> Startup:
     planned = time.perf_counter()
     store, where = host_store(DEADLINE_S)
     opened = time.perf_counter()
-    context = mp.get_context("spawn")
-    outer = [context.Barrier(processes + 1) for _ in range(5)]
-    bounds = [ranks * i // processes for i in range(processes + 1)]
-    children = [
-        context.Process(target=host_process, args=(low, high, ranks, where, outer))
-        for low, high in itertools.pairwise(bounds)
-    ]
-    # A process counts from the moment it runs: interpreters are not what is measured.
-    for child in children:
-        child.start()
+    for end in ends:
+        end.send(where)
     marks = []
     for gate in outer:
         gate.wait(DEADLINE_S)
@@ -127,10 +131,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=32)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    measure(32, options.processes)  # imports and page cache
     rows = [
         measure(options.ranks // 4, options.processes),
         measure(options.ranks, options.processes),

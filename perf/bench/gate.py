@@ -78,6 +78,19 @@ BENCHES: Mapping[str, Bench] = {
         {"ratio": Ratio("higher", 0.3)},
         needs_trl=True,
     ),
+    "bench_weight_exchange": Bench(
+        (),
+        ("model", "engines"),
+        {
+            "ratio_to_bare_broadcast": Ratio("higher", 0.3),
+            "extra_peak_buckets": Ratio("lower", 0.25),
+        },
+    ),
+    "bench_rollout_store": Bench(
+        ("--steps", "60", "--reads", "10"),
+        ("steps", "rollouts_per_step"),
+        {"size_ratio": Ratio("lower", 0.05)},  # against one compressed file
+    ),
     "bench_profile_overhead": Bench(
         (),
         ("microbatches",),

@@ -16,7 +16,8 @@ RANK_PHASES = {
     "forward_backward": "train",
     "optimizer_step": "optimizer",
     "push_weights": "push",
-    "save": "checkpoint",
+    "begin_save": "checkpoint",
+    "finish_save": "checkpoint",
 }
 ENGINE_PHASES = {"generate": "generate", "pull_weights": "push"}
 # The training thread's phases, under the names of what the actors do meanwhile.

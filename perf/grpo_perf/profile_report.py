@@ -187,7 +187,7 @@ def _rank_row(name: str, spans: list[Span], measured: Measured) -> ActorRow:
             seconds["forward"], seconds["backward"] = forward, backward
             seconds["wait in train"] = length(mine) - forward - backward
         else:
-            seconds[phase] = length(mine)
+            seconds[phase] = seconds.get(phase, 0.0) + length(mine)
     return _actor_row(name, seconds, spans, measured, steps)
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from grpo_perf.microbenchmark import Speeds
 from grpo_perf.model_shape import Architecture, read_architecture
 from megatron_grpo.batch import BatchShape, TrainBatch
-from megatron_grpo.config import ClusterConfig, RunConfig
+from megatron_grpo.config import ChatTask, ClusterConfig, PreferenceTask, RunConfig
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.environments.chat import ChatTokenizer
 from megatron_grpo.environments.dialogues import load_data
@@ -35,11 +35,16 @@ from megatron_grpo.train.assemble import (
     build_scorer,
     check_model_folder,
     cluster_backends,
+    open_saver,
     policy_alone,
-    prepare_folder,
 )
 from megatron_grpo.train.data_run import build_data_run
+from megatron_grpo.train.evaluate import Evaluation
+from megatron_grpo.train.heldout import HeldoutLoss
 from megatron_grpo.train.loop import Progress, Run, train
+from megatron_grpo.train.run_folder import open_run
+from megatron_grpo.train.signals import stop_on_signals
+from megatron_grpo.train.updates import updates_per_step
 from megatron_grpo.types import RolloutGroup
 
 WARMUP_STEPS = 1
@@ -152,7 +157,7 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
             grading=run.source.spans.read() if isinstance(run.source, Recording) else [],
             ranks=read_spans(members, deadline_s),
             engines=read_spans(engines, deadline_s),
-            work=algorithm.seen[WARMUP_STEPS:],
+            work=algorithm.steps(updates_per_step(config))[WARMUP_STEPS:],
             rank_speeds=_means(before[0], after[0]),
             engine_speeds=_means(before[1], after[1]),
             device_bytes=device_bytes,
@@ -185,23 +190,30 @@ def _cluster(config: RunConfig, options: ProfileOptions) -> ClusterConfig:
 def _start(
     config: RunConfig, console: Console, stack: ExitStack
 ) -> tuple[Run, list[Member], list[Member]]:
-    """(run, policy ranks, engines)."""
+    """(run, policy ranks, engines). An earlier profile is moved aside."""
+    stop = stack.enter_context(stop_on_signals())
+    # The state is saved where checkpoint.every says, and not once more after the last step.
+    endless = config.model_copy(update={"steps": config.steps + 1})
+    opened = open_run(config, console.print, fresh=True, accept_changes=False)
+    folder = stack.enter_context(opened)
     tokenizer = ChatTokenizer(config.model.folder)
     if config.generator is None:
-        if config.task.type == "reasoning_gym":
+        if not isinstance(config.task, ChatTask | PreferenceTask):
             raise ConfigError("task.type", "holds no rows to train on")
         data = load_data(config.task, tokenizer)
-        folder = prepare_folder(config, console)
         policy = stack.enter_context(policy_alone(config))
+        saver = open_saver(endless, folder, policy, stop, stack)
         scorer = build_scorer(config, policy)
-        run, _ = build_data_run(config, folder, data, policy, scorer, console, stack)
+        run, _ = build_data_run(config, folder, data, policy, scorer, saver, console, stack)
         return run, _members(policy), []
     environment = build_environment(config, tokenizer)
     stack.callback(environment.close)
-    folder = prepare_folder(config, console)
     console.print(f"[bold]{config.name}[/bold]: starting; the first step is a warm-up")
     policy, generator = stack.enter_context(cluster_backends(config))
-    run, _ = build_run(config, folder, tokenizer, environment, policy, generator, console, stack)
+    saver = open_saver(endless, folder, policy, stop, stack)
+    run, _ = build_run(
+        config, folder, tokenizer, environment, policy, generator, saver, console, stack
+    )
     return run, _members(policy), _members(generator)
 
 
@@ -286,12 +298,18 @@ class WatchedAlgorithm:
 
     def __init__(self, inner: Algorithm) -> None:
         self._inner = inner
-        self.seen: list[tuple[tuple[RolloutGroup, ...], TrainBatch]] = []
+        self._seen: list[tuple[tuple[RolloutGroup, ...], TrainBatch]] = []
 
     def make_batch(self, groups: Sequence[RolloutGroup], shape: BatchShape) -> TrainBatch:
         batch = self._inner.make_batch(groups, shape)
-        self.seen.append((tuple(groups), batch))
+        self._seen.append((tuple(groups), batch))
         return batch
+
+    def steps(self, updates: int) -> list[tuple[tuple[RolloutGroup, ...], TrainBatch]]:
+        """The whole batch of every step. A step of several updates cuts it into as many parts
+        afterwards.
+        """
+        return self._seen[:: 1 if updates == 1 else 1 + updates]
 
     @property
     def loss(self) -> Loss:
@@ -300,7 +318,12 @@ class WatchedAlgorithm:
 
 
 class NoEvaluation:
-    def evaluate_if_due(self, version: int) -> None: ...
+    @property
+    def results(self) -> Sequence[Evaluation | HeldoutLoss]:
+        return ()
+
+    def evaluate_if_due(self, version: int) -> dict[str, float]:
+        return {}
 
 
 class StepMarks:
