@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +17,7 @@ from rich.console import Console
 
 from megatron_grpo.config import (
     ChatTask,
-    DialogueTask,
-    MathTask,
     PreferenceTask,
-    ReasoningGymTask,
     RunConfig,
 )
 from megatron_grpo.devices import resolve_dtype
@@ -41,7 +38,9 @@ from megatron_grpo.train.resume import open_records, restore
 from megatron_grpo.train.run_folder import RunFolder, open_run
 from megatron_grpo.train.saver import Saver
 from megatron_grpo.train.signals import StopRequest, stop_on_signals
+from megatron_grpo.train.stages import run_in_stages
 from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
+from megatron_grpo.train.task_environments import build_environment, mixture_of
 
 if TYPE_CHECKING:
     from megatron_grpo.runtime.ray_cluster import Member, RayCluster
@@ -69,6 +68,10 @@ def run_training(
         GrpoError: one line saying what failed, where, and what to do.
     """
     console = console or Console()
+    if config.stages:
+        return run_in_stages(
+            config, console, run_training, fresh=fresh, accept_changes=accept_changes
+        )
     check_model_folder(config.model.folder)
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
@@ -257,33 +260,6 @@ def build_grpo(config: RunConfig) -> Algorithm:
     if config.algorithm.type != "grpo":
         raise ConfigError("algorithm.type", "does not learn from samples")
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
-
-
-def build_environment(config: RunConfig, tokenizer) -> Environment:
-    """What the task's `type` names; the tokenizer is the model's."""
-    from megatron_grpo.environments.interactive import DialogueEnvironment
-    from megatron_grpo.environments.maths import MathEnvironment
-    from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
-
-    limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
-    match config.task:
-        case ReasoningGymTask():
-            return ReasoningGymEnvironment(config.task, tokenizer, *limits)
-        case MathTask():
-            return MathEnvironment(config.task, tokenizer, *limits)
-        case DialogueTask():
-            return DialogueEnvironment(config.task, tokenizer, *limits)
-    raise ConfigError("task.type", "poses no problems to sample answers for")
-
-
-def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:
-    """(rows, weight) of the training sources of environments that read files."""
-    from megatron_grpo.environments.interactive import DialogueEnvironment
-    from megatron_grpo.environments.maths import MathEnvironment
-
-    if isinstance(environment, MathEnvironment | DialogueEnvironment):
-        return environment.problems.mixture
-    return None
 
 
 def check_model_folder(folder: Path, key: str = "model.path") -> None:
