@@ -13,7 +13,9 @@ from megatron_grpo.commands.evaluate import evaluate
 from megatron_grpo.commands.grade import grade
 from megatron_grpo.commands.launch import app as launch
 from megatron_grpo.commands.performance import plan, simulate
+from megatron_grpo.commands.plan_weights import plan_weights
 from megatron_grpo.commands.profile import profile
+from megatron_grpo.commands.replay import replay
 from megatron_grpo.commands.rollouts import rollouts
 from megatron_grpo.commands.train import show, train
 from megatron_grpo.errors import GrpoError
@@ -27,11 +29,13 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(show)
+app.command()(replay)
 app.command("eval")(evaluate)
 app.command()(grade)
 app.command()(rollouts)
 app.command()(plan)
 app.command()(simulate)
+app.command()(plan_weights)
 app.command()(profile)
 app.command()(check)
 app.add_typer(launch, name="launch")
