@@ -81,9 +81,18 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         exchange = Exchange.from_json(init_info.exchange)
+        spec = read_model_spec(Path(init_info.folder) / "config.json")
+        if self.device.type == "cpu" and spec.mixture is not None:
+            # vLLM pads and packs experts for its CPU kernels at the first load only; a reload would
+            # copy them unpacked over the packed ones.
+            raise WeightExchangeError(
+                "engine on a CPU",
+                "cannot take new weights of a model with experts",
+                remedy="run the engines on GPUs, or train a dense model",
+            )
         receiver = open_receiver(
             exchange,
-            read_model_spec(Path(init_info.folder) / "config.json"),
+            spec,
             init_info.first_worker + self.parallel_config.rank,
             self.device,
         )
