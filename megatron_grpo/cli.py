@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_grpo.commands.convert import convert
 from megatron_grpo.commands.performance import plan, simulate
 from megatron_grpo.commands.train import show, train
 from megatron_grpo.errors import GrpoError
@@ -23,6 +24,7 @@ app.command()(train)
 app.command()(show)
 app.command()(plan)
 app.command()(simulate)
+app.add_typer(convert, name="convert")
 
 
 @app.callback()

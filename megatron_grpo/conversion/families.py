@@ -186,6 +186,11 @@ class ModelSpec:
         """The tensor table; names hold `{layer}`."""
         return _rules(self)
 
+    @property
+    def layers_alike(self) -> bool:
+        """Whether every layer has the same parameters."""
+        return self.mixture is None or not self.mixture.dense_layers
+
     def layers_of(self, rule: Direct) -> tuple[int, ...]:
         """Indices of the layers that have this parameter; (0,) outside the layers."""
         if "{layer}" not in rule.megatron:

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfig
 from megatron_grpo.conversion.families import ModelSpec
-from megatron_grpo.conversion.hf_folder import HfFolder
+from megatron_grpo.conversion.megatron_folder import Checkpoint, open_checkpoint
 from megatron_grpo.errors import ClusterError, ConfigError, PolicyError, WeightExchangeError
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.checkpoint import (
@@ -62,7 +62,7 @@ class _Parts:
 
     device: torch.device
     spec: ModelSpec
-    source: HfFolder
+    source: Checkpoint
     wrapped: list[DistributedDataParallel]
     bound: list[BoundParameter]
     engine: Engine
@@ -81,7 +81,8 @@ class MegatronRank:
 
     Args:
         config: of the whole policy.
-        model: the Hugging Face folder that initial weights, tokenizer and side files come from.
+        model: the Hugging Face folder, or Megatron checkpoint, that initial weights, tokenizer
+            and side files come from.
         seed: of the run; weights come from the checkpoint, so it feeds Megatron's generators only.
         rank: of this process, in [0, world_size).
         deadline_s: longest wait for another rank in any one collective.
@@ -136,7 +137,7 @@ class MegatronRank:
             CheckpointError: the model folder is incomplete or not supported.
             ClusterError: another rank did not come within the deadline.
         """
-        source = HfFolder(self._model.folder)
+        source = open_checkpoint(self._model.folder)
         self._config.parallel.check_model(source.spec.shape)
         check_stages(source.spec, self._config.parallel)
         device = prepare_device(self._config.threads_per_rank)
@@ -150,7 +151,7 @@ class MegatronRank:
         bound = bind_parameters(chunks, source.spec)
         load_weights(bound, source)
         if self._frozen_folder is not None:
-            self._frozen = FrozenWeights(bound, HfFolder(self._frozen_folder), source)
+            self._frozen = FrozenWeights(bound, open_checkpoint(self._frozen_folder), source)
         wrapped = wrap_chunks(chunks, self._config)
         engine = Engine(
             chunks,
@@ -381,7 +382,7 @@ class MegatronRank:
         """Write weights, optimizer and schedule so that `load` continues exactly. Collective."""
         parts = self._started
         self._sync_parameters()
-        save_checkpoint(folder, parts.wrapped, parts.updater)
+        save_checkpoint(folder, parts.wrapped, parts.updater, parts.source.side_files)
 
     def load(self, folder: Path) -> None:
         """Continue from a folder that `save` wrote under any layout. Collective."""

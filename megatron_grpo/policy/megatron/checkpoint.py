@@ -35,9 +35,17 @@ _METADATA: dict[str, Any] = {
 
 
 def save_checkpoint(
-    folder: Path, chunks: Sequence[DistributedDataParallel], updater: Updater
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    updater: Updater,
+    side_files: Sequence[Path],
 ) -> None:
-    """Write `folder`, whole or not at all. Collective; raises CheckpointError on every rank."""
+    """Write `folder`, whole or not at all. Collective; raises CheckpointError on every rank.
+
+    Args:
+        side_files: the model's config, tokenizer and so on, which make the folder complete in
+            itself.
+    """
     first = dist.get_rank() == 0
     agree(attempt(lambda: begin_folder(folder)) if first else None)
     _fill_optimizer_state(updater)
@@ -50,7 +58,7 @@ def save_checkpoint(
     except (OSError, CheckpointingException) as error:
         problem = CheckpointError(str(folder), f"cannot be written: {error}")
     agree(problem)
-    agree(attempt(lambda: finish_folder(folder, {}, 0, [])) if first else None)
+    agree(attempt(lambda: finish_folder(folder, {}, 0, side_files)) if first else None)
 
 
 def load_checkpoint(
