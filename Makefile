@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Where the quickstart's model is kept; ~/.cache/megatron-grpo by default.
 RUN := $(BIN)/megatron-grpo
 
-.PHONY: quickstart test test-fast check format bench bench-trl clean
+.PHONY: quickstart test test-slurm test-fast check format bench bench-trl clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m megatron_grpo.conversion.smollm2
@@ -18,6 +18,12 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m megatron_grpo.conversion.smollm2
 	$(BIN)/python -m pytest
+
+# A real SLURM of four nodes on this machine: needs root, Debian or Ubuntu, and about 15 minutes on two
+# cores, which is why it is no part of `make test`.
+test-slurm: $(VENV)/.installed
+	tests/slurm/install.sh
+	GRPO_SLURM_LAB=1 $(BIN)/python -m pytest tests/slurm -v
 
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"
@@ -33,7 +39,8 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed
-	$(BIN)/python kernels/bench/bench_linear_logprob.py
+	$(BIN)/python -m megatron_grpo.conversion.smollm2
+	$(BIN)/python perf/bench/gate.py --trl-python $(VENV)-trl/bin/python --out runs/bench.json
 
 bench-trl: $(VENV)/.installed $(VENV)-trl/.installed
 	$(BIN)/python -m megatron_grpo.conversion.smollm2

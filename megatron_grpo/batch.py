@@ -62,6 +62,8 @@ class MicroBatch:
         advantage_T: float32.
         behavior_logprob_T: float32; the generator's log-probability of target_ids_T.
         reference_logprob_T: float32 or None; the frozen model's.
+        proximal_logprob_T: float32 or None; of the policy that the step began with, where it makes
+            more than one update.
         cu_seqlens: int32 [S + 1], boundaries of the padded sequences, starts with 0.
         sequence_tokens: int, S true lengths before padding.
         sequence_ids: S positions in the batch's rollout order, to put per-sequence results back; -1
@@ -80,6 +82,7 @@ class MicroBatch:
     cu_seqlens: Tensor
     sequence_tokens: tuple[int, ...]
     sequence_ids: tuple[int, ...]
+    proximal_logprob_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids_T)
@@ -87,6 +90,8 @@ class MicroBatch:
         per_token += (self.mask_T, self.advantage_T, self.behavior_logprob_T)
         if self.reference_logprob_T is not None:
             per_token += (self.reference_logprob_T,)
+        if self.proximal_logprob_T is not None:
+            per_token += (self.proximal_logprob_T,)
         lengths = {len(field) for field in per_token} | {int(self.cu_seqlens[-1])}
         if lengths != {num_tokens} or len(self.cu_seqlens) != len(self.sequence_tokens) + 1:
             raise ConfigError(

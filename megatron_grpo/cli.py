@@ -8,8 +8,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_grpo.commands.check import check
 from megatron_grpo.commands.convert import convert
+from megatron_grpo.commands.evaluate import evaluate
+from megatron_grpo.commands.grade import grade
+from megatron_grpo.commands.launch import app as launch
 from megatron_grpo.commands.performance import plan, simulate
+from megatron_grpo.commands.profile import profile
+from megatron_grpo.commands.rollouts import rollouts
 from megatron_grpo.commands.train import show, train
 from megatron_grpo.errors import GrpoError
 
@@ -22,9 +28,15 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(show)
+app.command("eval")(evaluate)
+app.command()(grade)
+app.command()(rollouts)
 app.command()(plan)
 app.command()(simulate)
 app.add_typer(convert, name="convert")
+app.command()(profile)
+app.command()(check)
+app.add_typer(launch, name="launch")
 
 
 @app.callback()

@@ -78,6 +78,14 @@ class CheckpointError(GrpoError):
     """A checkpoint, ours or Hugging Face's, that is incomplete, inconsistent or unwritable."""
 
 
+class RunStopped(GrpoError):
+    """A run that was asked to stop and can be resumed: the status tells a scheduler so (EX_TEMPFAIL
+    of sysexits.h).
+    """
+
+    exit_code = 75
+
+
 class WeightExchangeError(GrpoError):
     """Weights that did not arrive whole, in time, or under the promised version."""
 

@@ -152,13 +152,29 @@ class PolicyBackend(Protocol):
         """Write the current weights as a Hugging Face checkpoint (safetensors and side files)."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and RNG so that `load` continues exactly."""
+    def save(self, folder: Path) -> PendingSave:
+        """Write weights, optimizer and schedule so that `load` continues exactly.
+
+        Returns when they are copied and training may go on; the files are whole when the pending
+        save has ended, and not under their name before. One at a time.
+        """
         ...
 
     def load(self, folder: Path) -> None: ...
 
     def close(self) -> None: ...
+
+
+class PendingSave(Protocol):
+    """A save that is being written. Ask it from the thread that calls the policy."""
+
+    def done(self) -> bool:
+        """Whether `result` would return (or raise) at once."""
+        ...
+
+    def result(self) -> None:
+        """Wait until the files are whole. Raises CheckpointError if they never will be."""
+        ...
 
 
 class GroupSource(Protocol):
@@ -168,8 +184,18 @@ class GroupSource(Protocol):
         """The next step's groups; waits until enough are complete and fresh."""
         ...
 
+    def pause(self) -> None:
+        """New weights are about to be pushed: returns when the generator may change them.
+        `published` ends it.
+        """
+        ...
+
     def published(self, version: int) -> None:
         """Weights of `version` are in use at the generator: slots of older work are free."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Name -> value of what happened since the last call, beside the groups that were taken."""
         ...
 
     def state(self) -> SourceState: ...
@@ -185,6 +211,10 @@ class RolloutStore(Protocol):
     """
 
     def append(self, step: int, groups: Sequence[RolloutGroup]) -> None: ...
+
+    def cut_after(self, step: int) -> None:
+        """Forget later steps."""
+        ...
 
     def steps(self) -> list[int]: ...
 

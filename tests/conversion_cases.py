@@ -37,7 +37,8 @@ def save_and_export_case(rank: int, world: int, case: Case, folder: Path, target
         mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
         policy.forward_backward(mine, 1.0, case.loss)
         policy.optimizer_step()
-        policy.save(target / "training")
+        policy.begin_save(target / "training")
+        policy.finish_save()
         policy.export(target / "exported")
 
 

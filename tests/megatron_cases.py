@@ -324,9 +324,10 @@ def save_case(rank: int, world: int, case: Case, folder: Path, target: Path) -> 
         mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
         for step in range(3):
             if step == 2:
-                policy.save(target)
+                policy.begin_save(target)
             policy.forward_backward(mine, 1.0, case.loss)
             policy.optimizer_step()
+        policy.finish_save()  # it was written while the third step changed the weights
         return weights(policy)
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron_cases import Case, running
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -72,3 +75,35 @@ def _attention_flops(
 _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
 }
+
+
+def training_flops_case(rank: int, world: int, case: Case, folder: Path) -> int:
+    """Operations that torch counts in forward and backward of a packed batch, attention left
+    out.
+    """
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        with FlopCounterMode(display=False) as counter:
+            policy.forward_backward(mine, case.temperature, case.loss)
+        return counter.get_total_flops()
+
+
+def activation_case(rank: int, world: int, cases: list[Case], folder: Path) -> list[int]:
+    """Peak bytes that forward and backward of each case's batch allocate beyond what was there:
+    every allocation and release of torch's CPU allocator, in order.
+    """
+    peaks = []
+    for index, case in enumerate(cases):
+        place = folder / str(index)
+        place.mkdir()
+        with running(rank, world, case, place) as policy:
+            mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+            policy.forward_backward(mine, case.temperature, case.loss)  # what stays is there now
+            gc.collect()
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+                policy.forward_backward(mine, case.temperature, case.loss)
+        results = watched.profiler.kineto_results  # type: ignore[union-attr]
+        events = [e for e in results.events() if e.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
+    return peaks

@@ -26,10 +26,10 @@ from megatron_grpo.algorithms.losses import (
     cispo_surrogate,
     clipped_surrogate,
     correction_weights,
-    kl_estimates,
     kl_loss,
     log_ratio,
 )
+from megatron_grpo.algorithms.mismatch import mismatch_sums
 from megatron_grpo.algorithms.packing import TokenSequence, make_train_batch, token_weights
 from megatron_grpo.batch import BatchShape, LossOutput, MicroBatch, TrainBatch, masked_sum
 from megatron_grpo.config import GrpoConfig
@@ -118,11 +118,12 @@ class Grpo:
         logprob_T = torch.where(mask_T, logprob_T, 0.0)
         entropy_T = torch.where(mask_T, entropy_T, 0.0)
         log_ratio_T = log_ratio(logprob_T, microbatch.behavior_logprob_T)
-        policy_T, clipped_T = self._surrogate(log_ratio_T, logprob_T, microbatch)
+        proximal_T = self._proximal(logprob_T, microbatch)
+        policy_T, clipped_T = self._surrogate(log_ratio_T, logprob_T, proximal_T, microbatch)
         sums: dict[str, Tensor] = {}
         if config.correction != "none":
             weight_T = correction_weights(
-                log_ratio_T,
+                log_ratio(proximal_T, microbatch.behavior_logprob_T),
                 config.correction,
                 config.correction_low,
                 config.correction_high,
@@ -147,7 +148,7 @@ class Grpo:
             loss_T = loss_T + config.kl_coefficient * kl_T
         if config.entropy_coefficient:  # asking for no gradient of it saves the head work
             loss_T = loss_T - config.entropy_coefficient * entropy_T
-        ours, maxima = _mismatch(logprob_T, log_ratio_T.detach(), microbatch)
+        ours, maxima = mismatch_sums(logprob_T, log_ratio_T.detach(), microbatch)
         sums.update(
             policy_loss=masked_sum(policy_T, mask_T),
             entropy=masked_sum(entropy_T, mask_T),
@@ -156,8 +157,26 @@ class Grpo:
         )
         return LossOutput((microbatch.loss_weight_T * loss_T).sum(), sums, maxima)
 
+    def _proximal(self, logprob_T: Tensor, microbatch: MicroBatch) -> Tensor:
+        """[T], without gradient: of the policy that the step began with, if it makes more than one
+        update; with one, that policy is the one being trained.
+        """
+        if microbatch.proximal_logprob_T is None:
+            if self.config.needs_proximal:
+                raise RolloutError(
+                    "micro-batch",
+                    "has no log-probabilities of the policy that the step began with",
+                    remedy="score the step's batches before its first update",
+                )
+            return logprob_T.detach()
+        return torch.where(microbatch.mask_T, microbatch.proximal_logprob_T, 0.0)
+
     def _surrogate(
-        self, log_ratio_T: Tensor, logprob_T: Tensor, microbatch: MicroBatch
+        self,
+        log_ratio_T: Tensor,
+        logprob_T: Tensor,
+        proximal_T: Tensor,
+        microbatch: MicroBatch,
     ) -> tuple[Tensor, Tensor]:
         """Loss [T] to be weighed, and whether a bound decided it, bool [T]."""
         config, advantage_T = self.config, microbatch.advantage_T
@@ -165,9 +184,8 @@ class Grpo:
             return cispo_surrogate(
                 log_ratio_T.exp(), logprob_T, advantage_T, config.clip_low, config.clip_high
             )
-        if config.correction in ("truncated", "masked"):
-            # One update per batch: the policy the ratio is taken to is this one.
-            log_ratio_T = logprob_T - logprob_T.detach()
+        if config.is_decoupled:
+            log_ratio_T = log_ratio(logprob_T, proximal_T)
         log_ratio_T = at_level(
             log_ratio_T,
             config.ratio_level,
@@ -228,23 +246,6 @@ def _no_reference(where: str) -> RolloutError:
         "has no reference log-probabilities, which the KL term needs",
         remedy="score it with the reference model first",
     )
-
-
-def _mismatch(
-    logprob_T: Tensor, log_ratio_T: Tensor, microbatch: MicroBatch
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How far trainer and generator are apart, over the tokens that both have scored."""
-    scored_T = microbatch.mask_T & torch.isfinite(microbatch.behavior_logprob_T)
-    difference_T = (logprob_T - microbatch.behavior_logprob_T).detach().abs()
-    difference_T = torch.where(scored_T, difference_T, 0.0)
-    k1_T, k3_T = kl_estimates(log_ratio_T)
-    sums = {
-        "ratio_mean": masked_sum(log_ratio_T.exp(), scored_T),
-        "kl_behavior_k1": masked_sum(k1_T, scored_T),
-        "kl_behavior_k3": masked_sum(k3_T, scored_T),
-        "logprob_abs_diff_mean": masked_sum(difference_T, scored_T),
-    }
-    return sums, {"logprob_abs_diff_max": difference_T.max()}
 
 
 def _batch_metrics(

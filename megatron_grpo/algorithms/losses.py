@@ -14,7 +14,7 @@ from torch import Tensor
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlGradient = Literal["exact", "plain"]
-Correction = Literal["truncated", "masked", "sequence_mask"]
+Correction = Literal["unbounded", "truncated", "masked", "sequence_mask"]
 
 # exp(20) is far outside any clip range, and its products still fit float32 with room to spare.
 _MAX_LOG_RATIO = 20.0
@@ -123,14 +123,19 @@ def correction_weights(
     sequence_T: Tensor,
     num: int,
 ) -> Tensor:
-    """Weights [T], without gradient, from log(policy / generator) of the same weights or nearly so.
+    """Weights [T], without gradient, from w = policy / generator, where the policy is the one that
+    the step began with.
 
-    truncated: min(w, high) (truncated importance sampling, Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"). masked: w inside [low, high], else 0
-    (IcePop, Ling Team 2025, arXiv:2510.18855). sequence_mask: 1 where the sequence's geometric mean
-    of w is inside [low, high], else 0 (Liu et al. 2025, "When speed kills stability").
+    unbounded: w (decoupled PPO, Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025,
+    arXiv:2505.24298). truncated: min(w, high) (truncated importance sampling, Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training"). masked: w inside
+    [low, high], else 0 (IcePop, Ling Team 2025, arXiv:2510.18855). sequence_mask: 1 where the
+    sequence's geometric mean of w is inside [low, high], else 0 (Liu et al. 2025, "When speed kills
+    stability").
     """
     log_ratio_T = log_ratio_T.detach()
+    if correction == "unbounded":
+        return log_ratio_T.exp()
     if correction == "truncated":
         return log_ratio_T.exp().clamp(max=high)
     if correction == "masked":

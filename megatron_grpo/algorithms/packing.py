@@ -10,14 +10,20 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.batch import IGNORED_TARGET, BatchShape, MicroBatch, TrainBatch
+from megatron_grpo.batch import (
+    IGNORED_TARGET,
+    BatchShape,
+    MicroBatch,
+    TrainBatch,
+    join_sequences,
+)
 from megatron_grpo.errors import ConfigError, RolloutError
 from megatron_grpo.types import Bool, Float32, Int32, RolloutGroup
 
@@ -282,6 +288,20 @@ def _deal(bins: list[list[int]], padded_S: Sequence[int], num_replicas: int) -> 
         if len(replicas[replica]) < each:
             heapq.heappush(loads, (load + weights[b], replica))
     return replicas
+
+
+def with_proximal(batch: TrainBatch, logprobs: Sequence[Float32]) -> TrainBatch:
+    """The batch with log-probabilities of the policy that the step began with.
+
+    Args:
+        logprobs: as PolicyBackend.logprobs returns them for this batch.
+    """
+    values = [torch.from_numpy(np.asarray(row, np.float32)) for row in logprobs]
+    replicas = tuple(
+        tuple(replace(mb, proximal_logprob_T=join_sequences(mb, values)) for mb in replica)
+        for replica in batch.replicas
+    )
+    return replace(batch, replicas=replicas)
 
 
 def _pack(

@@ -81,19 +81,33 @@ def simulate(
     staleness: StalenessOption = None,
     lengths: Annotated[
         str | None,
-        typer.Option(help="constant:N, lognormal:MEDIAN,SIGMA or file:PATH; of responses"),
+        typer.Option(
+            help="of responses: constant:N, lognormal:MEDIAN,SIGMA, file:PATH, or a run's folder"
+        ),
     ] = None,
     mtbf_hours: Annotated[
         float | None, typer.Option(help="mean time between failures of one node; none by default")
     ] = None,
     oversampling: Annotated[float, typer.Option(min=1, help="groups started per group used")] = 1.0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="folder of a profiled run: its own seconds and lengths, no plan"),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1)] = 50,
     seed: Annotated[int, typer.Option(min=0)] = 1,
     plot: Annotated[
         Path | None, typer.Option(help="PNG of throughput by cluster size and by split")
     ] = None,
 ) -> None:
-    """Play the best plan through event by event: idle shares, ages, failures. Needs no torch."""
+    """Play the best plan through event by event: idle shares, ages, failures. Needs no torch.
+
+    With --profile, play a profiled run instead, as it was or changed: [bold]simulate --profile
+    runs/quickstart-profile rollouts.max_staleness=1[/bold].
+    """
+    if profile is not None:
+        changes = [*([] if config is None else [str(config)]), *(overrides or [])]
+        _simulate_profile(profile, changes, oversampling, steps, seed)
+        return
     from grpo_perf.commands import Question, run_simulate_command
 
     question = Question(
@@ -110,7 +124,7 @@ def simulate(
     outcome = run_simulate_command(
         question,
         wide_console(),
-        lengths=lengths,
+        lengths=_read_lengths(lengths),
         steps=steps,
         oversampling=oversampling,
         mtbf_hours=mtbf_hours,
@@ -122,3 +136,29 @@ def simulate(
 
         title = f"{outcome.plan.work.model.name} on {outcome.plan.work.hardware.name}"
         plot_sweeps(outcome.sizes, outcome.splits, outcome.plan.work.gpus, title, plot)
+
+
+def _read_lengths(text: str | None) -> str | list[int] | None:
+    """Lengths of a run where the text is its folder."""
+    if text is None or not Path(text).is_dir():
+        return text
+    from grpo_perf.recorded import recorded_lengths
+
+    return recorded_lengths(Path(text))
+
+
+def _simulate_profile(
+    folder: Path, changes: list[str], oversampling: float, steps: int, seed: int
+) -> None:
+    from grpo_perf.recorded import recorded_lengths
+    from grpo_perf.replayed import replay_profile, show_replayed
+
+    replayed = replay_profile(
+        folder,
+        changes,
+        recorded_lengths(folder),
+        oversampling=oversampling,
+        steps=steps,
+        seed=seed,
+    )
+    show_replayed(replayed, wide_console())

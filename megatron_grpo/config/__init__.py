@@ -9,9 +9,13 @@ from megatron_grpo.config.backends import (
     OptimizerConfig,
     ReferenceGeneratorConfig,
     ReferencePolicyConfig,
+    RunningRequests,
     VllmGeneratorConfig,
     WeightsConfig,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
+from megatron_grpo.config.data import DialogueTask, MathTask, ProblemData, ProblemTask
+from megatron_grpo.config.grading import GradingConfig
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
 from megatron_grpo.config.run import (
     ChatTask,
@@ -29,23 +33,30 @@ from megatron_grpo.config.run import (
 __all__ = [
     "AlgorithmConfig",
     "ChatTask",
+    "CheckpointConfig",
     "ClusterConfig",
     "DType",
     "DataTask",
+    "DialogueTask",
     "DpoConfig",
     "EvaluationConfig",
+    "GradingConfig",
     "GrpoConfig",
+    "MathTask",
     "MegatronPolicyConfig",
     "ModelConfig",
     "ModelShape",
     "OptimizerConfig",
     "ParallelConfig",
     "PreferenceTask",
+    "ProblemData",
+    "ProblemTask",
     "ReasoningGymTask",
     "ReferenceGeneratorConfig",
     "ReferencePolicyConfig",
     "RolloutsConfig",
     "RunConfig",
+    "RunningRequests",
     "SamplingConfig",
     "SftConfig",
     "VllmGeneratorConfig",

@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatron_grpo.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section, tag_of
+from megatron_grpo.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    tag_of,
+)
 from megatron_grpo.errors import ConfigError
 
 Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
@@ -135,14 +142,20 @@ class GrpoConfig(Section):
     """What sequence_sum divides by, in tokens."""
 
     # Correction of what the generator's log-probabilities differ from the trainer's
-    correction: Literal["none", "truncated", "masked", "sequence_mask"] = "none"
-    """none: the ratio is policy / generator. truncated (TIS) and masked (IcePop): the ratio is
-    taken to this step's own policy, and policy / generator becomes a weight, cut off at
-    correction_high, or zero outside [correction_low, correction_high]. sequence_mask: rollouts
-    whose geometric mean of policy / generator is outside get weight 0.
+    correction: Literal["none", "unbounded", "truncated", "masked", "sequence_mask"] = "none"
+    """none: the ratio is policy / generator. unbounded (decoupled PPO), truncated (TIS) and masked
+    (IcePop): the ratio is taken to the policy that the step began with, and that policy / generator
+    becomes a weight: as it is, cut off at correction_high, or zero outside [correction_low,
+    correction_high]. sequence_mask: rollouts whose geometric mean of policy / generator is outside
+    get weight 0.
     """
     correction_low: Fraction = 0.5
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps per step: its groups are cut into so many equal parts, one update each. The
+    clip then bounds how far a step moves, not only how stale its rollouts are.
+    """
 
     # Regularisers
     kl_coefficient: NonNegativeFloat = 0.0
@@ -175,6 +188,13 @@ class GrpoConfig(Section):
         return self
 
     def _check_advantage(self) -> None:
+        if self.updates_per_step > 1 and (self.baseline == "batch" or self.scale == "batch_std"):
+            raise ConfigError(
+                "updates_per_step",
+                "cuts the step into parts, but statistics over all of its rollouts are asked for",
+                found=self.updates_per_step,
+                remedy="use a baseline and a scale of the group, or one update",
+            )
         if self.baseline == "batch":
             if self.scale == "batch_std":
                 raise ConfigError(
@@ -207,7 +227,7 @@ class GrpoConfig(Section):
                     found=self.ratio_level,
                     remedy="use token, or surrogate clip",
                 )
-        if self.correction not in ("truncated", "masked"):
+        if not self.is_decoupled:
             return
         if self.surrogate == "cispo":
             raise ConfigError(
@@ -223,6 +243,8 @@ class GrpoConfig(Section):
                 found=self.correction,
                 remedy="use sequence_mask, or ratio_level token",
             )
+        if self.updates_per_step > 1:
+            return
         for key, value in (
             ("clip_low", self.clip_low),
             ("clip_high", self.clip_high),
@@ -234,7 +256,7 @@ class GrpoConfig(Section):
                     f"would never act: under correction {self.correction} the ratio is taken to "
                     "this step's own policy, one update per batch, so it is exactly 1",
                     found=value,
-                    remedy="set it to null",
+                    remedy="set it to null, or updates_per_step above 1",
                 )
 
     def _check_kl(self) -> None:
@@ -262,6 +284,16 @@ class GrpoConfig(Section):
                 found=self.kl_gradient,
                 remedy="use exact, or kl_in reward",
             )
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether the ratio is taken to the policy that the step began with."""
+        return self.correction in ("unbounded", "truncated", "masked")
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether that policy must score the step's batches before the first update."""
+        return self.is_decoupled and self.updates_per_step > 1
 
     @property
     def needs_reference(self) -> bool:

@@ -19,6 +19,7 @@ from megatron_grpo.config.parallel import ParallelConfig
 from megatron_grpo.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16"]
+RunningRequests = Literal["finish", "abort", "keep", "keep_cache"]
 
 
 class ModelConfig(Section):
@@ -212,19 +213,25 @@ class WeightsConfig(Section):
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""
-    running_requests: Literal["keep", "finish", "abort"] = "keep"
-    """What an engine does with requests in flight when new weights come. keep: they go on under the
-    new weights, their keys and values computed again. finish: the engine takes the weights when
-    the last one has ended; new ones wait, and the wait counts towards deadline_s. abort: they
-    come out with what they have."""
+    running_requests: RunningRequests = "finish"
+    """What becomes of rollouts being generated when new weights are ready; without
+    rollouts.max_staleness there are none. finish: the push waits for them. abort: they are cut off,
+    and go on from their last token under the new weights. keep: the weights change under them, and
+    their keys and values are computed again. keep_cache: the same without computing again, cheapest
+    and least exact.
+    """
 
 
 class ClusterConfig(Section):
     """The Ray cluster: joined when `address` is given, else started on this machine for the run."""
 
     address: str | None = None
+    nodes: PositiveInt = 1
+    """Nodes to wait for after joining, up to placement_deadline_s."""
     gpus_per_rank: Annotated[int, Field(ge=0, le=1)] = 0
     """1: each policy rank and engine worker gets a GPU. 0: everything runs on CPUs."""
+    nsys_ranks: tuple[NonNegativeInt, ...] = ()
+    """Policy ranks that run under Nsight Systems; set by `profile --nsys`."""
     placement_deadline_s: PositiveFloat = 120.0
     start_deadline_s: PositiveFloat = 600.0
     """Longest wait for ranks and engines to load their model."""

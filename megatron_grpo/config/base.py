@@ -232,7 +232,7 @@ def suggest(root: type[Section], path: list[str]) -> str:
     Returns "" when nothing is close.
     """
     wrong = path[-1]
-    known = sorted(set(all_keys(root)), key=lambda key: (key.count("."), key))
+    known = sorted(set(all_keys(root)) - {".".join(path)}, key=lambda key: (key.count("."), key))
     here = ".".join(path[:-1])
     known.sort(key=lambda key: key.rpartition(".")[0] != here)
     for key in known:

@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,6 +34,8 @@ from megatron_grpo.config.base import (
     tag_of,
     validate,
 )
+from megatron_grpo.config.checkpoint import CheckpointConfig
+from megatron_grpo.config.data import DialogueTask, MathTask, ProblemTask
 from megatron_grpo.errors import ConfigError
 
 
@@ -63,6 +66,15 @@ class SamplingConfig(Section):
         return self
 
 
+class RewardExample(Section):
+    """What a reward function should say; `megatron-grpo check` asks it."""
+
+    response: str
+    answer: str
+    reward: float
+    metadata: str = "{}"
+
+
 class ReasoningGymTask(Section):
     """A task of the reasoning-gym package by its name, generated on the fly."""
 
@@ -81,6 +93,8 @@ class ReasoningGymTask(Section):
     """Appended to every question, e.g. an instruction how to answer."""
     reward: str = "megatron_grpo.environments.rewards:last_number"
     """Import path `module:function` of (response: str, answer: str, metadata: str) -> float."""
+    reward_examples: tuple[RewardExample, ...] = ()
+    """Looked at by `megatron-grpo check` alone."""
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -119,11 +133,17 @@ class PreferenceTask(DataTask):
 
 TaskConfig = Annotated[
     Annotated[ReasoningGymTask, Tag("reasoning_gym")]
+    | Annotated[MathTask, Tag("math")]
+    | Annotated[DialogueTask, Tag("dialogue")]
     | Annotated[ChatTask, Tag("chats")]
     | Annotated[PreferenceTask, Tag("preferences")],
     Discriminator(tag_of("reasoning_gym")),
 ]
-_TASK_OF = {"grpo": "reasoning_gym", "sft": "chats", "dpo": "preferences"}
+_TASKS_OF = {
+    "grpo": ("reasoning_gym", "math", "dialogue"),
+    "sft": ("chats",),
+    "dpo": ("preferences",),
+}
 
 
 class RolloutsConfig(Section):
@@ -134,8 +154,21 @@ class RolloutsConfig(Section):
     """Rollouts per prompt, at least 2: one alone has no group to compare with."""
     max_staleness: NonNegativeInt = 0
     """How many weight versions old a token may be when it is trained on; 0 is synchronous."""
+    oversample: Annotated[float, Field(ge=1, le=4, allow_inf_nan=False)] = 1.0
+    """Groups in flight as a multiple of what is needed. Once enough are complete the slowest are
+    cut off, to go on later if their tokens are still young enough, else to begin anew. 1 is off.
+    """
+    replace_rounds: NonNegativeInt = 0
+    """Replace groups whose rewards are all equal by other prompts (dynamic sampling), at most this
+    many times groups_per_step per step; then the run ends and says why. 0 is off.
+    """
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out and counted."""
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups in flight beyond those that are needed."""
+        return math.ceil((self.oversample - 1) * self.groups_per_step)
 
 
 class EvaluationConfig(Section):
@@ -145,6 +178,8 @@ class EvaluationConfig(Section):
     """Steps between evaluations; null: only before the first and after the last step."""
     samples: PositiveInt = 4
     """Completions per held-out problem; accuracy is the mean over all of them."""
+    max_new_tokens: PositiveInt | None = None
+    """Budget of one rollout; null is that of training."""
 
 
 class RunConfig(Section):
@@ -165,6 +200,7 @@ class RunConfig(Section):
     """Required to sample (grpo); absent when training on data (sft, dpo)."""
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property
@@ -188,13 +224,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        wanted = _TASK_OF[self.algorithm.type]
-        if self.task.type != wanted:
+        wanted = _TASKS_OF[self.algorithm.type]
+        if self.task.type not in wanted:
             raise ConfigError(
                 "task.type",
-                f"algorithm {self.algorithm.type} trains on {wanted}",
+                f"algorithm {self.algorithm.type} trains on {' or '.join(wanted)}",
                 found=self.task.type,
-                remedy=f"set it to {wanted}, or change algorithm.type",
+                remedy=f"set it to {wanted[0]}, or change algorithm.type",
             )
         if (
             self.reference_folder is not None
@@ -208,28 +244,83 @@ class RunConfig(Section):
                 found=True,
                 remedy="set it to false",
             )
-        if isinstance(self.task, ReasoningGymTask):
-            self._check_sampled(self.task)
-        else:
+        if isinstance(self.task, DataTask):
             self._check_data(self.task)
+        else:
+            self._check_sampled(self.task)
         return self
 
-    def _check_sampled(self, task: ReasoningGymTask) -> None:
-        longest = self.rollouts.max_prompt_tokens + self.sampling.max_new_tokens
+    def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
+        sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)
+        evaluated = ("evaluation.max_new_tokens", self.evaluation.max_new_tokens or 0)
         limits = [
-            ("generator.max_model_tokens", self.engines.max_model_tokens),
-            ("policy.microbatch_tokens", self.policy.microbatch_tokens),
+            ("generator.max_model_tokens", self.engines.max_model_tokens, sampled),
+            ("generator.max_model_tokens", self.engines.max_model_tokens, evaluated),
+            ("policy.microbatch_tokens", self.policy.microbatch_tokens, sampled),
         ]
-        for key, limit in limits:
+        for key, limit, (budget_key, budget) in limits:
+            longest = self.rollouts.max_prompt_tokens + budget
             if longest > limit:
                 raise ConfigError(
                     key,
                     "the longest rollout (rollouts.max_prompt_tokens "
                     f"{self.rollouts.max_prompt_tokens} + "
-                    f"sampling.max_new_tokens {self.sampling.max_new_tokens}) has {longest} tokens",
+                    f"{budget_key} {budget}) has {longest} tokens",
                     found=limit,
                     remedy=f"set {key} to at least {longest}",
                 )
+        if isinstance(task, ReasoningGymTask):
+            self._check_rows(task)
+        if (self.policy.type == "megatron") != (self.engines.type == "vllm"):
+            raise ConfigError(
+                "generator.type",
+                f"a {self.policy.type} policy cannot feed a {self.engines.type} generator",
+                found=self.engines.type,
+                remedy="pair megatron with vllm, reference with reference",
+            )
+        self._check_ahead()
+
+    def _check_ahead(self) -> None:
+        """Generating ahead, what is made of slow or useless groups, and of a step's groups."""
+        if isinstance(self.algorithm, GrpoConfig):
+            parts = self.algorithm.updates_per_step
+            if self.rollouts.groups_per_step % parts:
+                raise ConfigError(
+                    "algorithm.updates_per_step",
+                    f"must divide rollouts.groups_per_step ({self.rollouts.groups_per_step})",
+                    found=parts,
+                    remedy="change either",
+                )
+        rollouts, rule = self.rollouts, self.weights.running_requests
+        if rollouts.max_staleness == 0 and rule != "finish":
+            raise ConfigError(
+                "weights.running_requests",
+                "has nothing to act on under rollouts.max_staleness 0, where nothing is generated "
+                "while weights change",
+                found=rule,
+                remedy="set rollouts.max_staleness to 1 or more, or this to finish",
+            )
+        if rollouts.max_staleness > 0 and rollouts.oversample > 1 and rule == "finish":
+            raise ConfigError(
+                "rollouts.oversample",
+                "gains nothing if every push waits for the slowest rollout",
+                found=rollouts.oversample,
+                remedy="set weights.running_requests to abort or keep, or rollouts.max_staleness "
+                "to 0",
+            )
+        if (
+            rollouts.replace_rounds
+            and isinstance(self.algorithm, GrpoConfig)
+            and self.algorithm.baseline == "batch"
+        ):
+            raise ConfigError(
+                "rollouts.replace_rounds",
+                "a batch baseline learns from groups of equal rewards too",
+                found=rollouts.replace_rounds,
+                remedy="set it to 0, or algorithm.baseline to one of the group",
+            )
+
+    def _check_rows(self, task: ReasoningGymTask) -> None:
         trainable = task.rows - task.heldout_rows
         if trainable < self.rollouts.groups_per_step:
             raise ConfigError(
@@ -238,20 +329,6 @@ class RunConfig(Section):
                 f"{self.rollouts.groups_per_step} of rollouts.groups_per_step",
                 found=task.rows,
                 remedy="generate more rows or take smaller steps",
-            )
-        if (self.policy.type == "megatron") != (self.engines.type == "vllm"):
-            raise ConfigError(
-                "generator.type",
-                f"a {self.policy.type} policy cannot feed a {self.engines.type} generator",
-                found=self.engines.type,
-                remedy="pair megatron with vllm, reference with reference",
-            )
-        if self.engines.type == "reference" and self.weights.running_requests != "keep":
-            raise ConfigError(
-                "weights.running_requests",
-                "a reference generator only keeps its running requests",
-                found=self.weights.running_requests,
-                remedy="remove it",
             )
 
     def _check_data(self, task: DataTask) -> None:
@@ -265,8 +342,12 @@ class RunConfig(Section):
             )
         for section, given, unused in (
             ("sampling", self.sampling, list(SamplingConfig.model_fields)),
-            ("rollouts", self.rollouts, ["group_size", "max_staleness", "max_prompt_tokens"]),
-            ("evaluation", self.evaluation, ["samples"]),
+            (
+                "rollouts",
+                self.rollouts,
+                [n for n in RolloutsConfig.model_fields if n != "groups_per_step"],
+            ),
+            ("evaluation", self.evaluation, ["samples", "max_new_tokens"]),
         ):
             for key in unused:
                 value = given.model_dump()[key]

@@ -82,6 +82,32 @@ class ChatTokenizer:
         ids = self._with_bos(self._encode(self.render(messages)))
         return np.array(ids, np.int32)
 
+    def encode_reply(self, text: str, role: Literal["user", "tool"]) -> Int32:
+        """Token ids [M] that continue a dialogue after a sampled turn: what the template writes
+        between the policy's stop token and its next turn, with `text` spoken by `role`.
+
+        What was sampled is neither needed nor encoded again: the ids are those of the end of a
+        dialogue whose turn is a mark.
+
+        Raises:
+            RolloutError: the template leaves no trace of the mark or the text.
+        """
+        mark = "\u2042sampled\u2042"
+        before = [Message("user", "."), Message("assistant", mark)]
+        rendered = self.render([*before, Message(role, text)])
+        _, found, after = rendered.rpartition(mark)
+        if not found or text.strip() not in after:
+            raise RolloutError(
+                "chat template",
+                f"writes no {role} turn after an assistant's",
+                remedy="set task.reply_role to user, or give the model another template",
+            )
+        ids = self._encode(after)
+        if self._tokenizer.chat_template is None:
+            ids = self._encode(f"\n{text}\n")
+        # The policy sampled the end of its turn itself.
+        return np.array(ids[1:] if ids[:1] == [self._eos_id] else ids, np.int32)
+
     def encode_dialogue(
         self, messages: Sequence[Message], *, last_only: bool = False
     ) -> tuple[Int32, Bool]:

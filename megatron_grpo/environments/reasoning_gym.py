@@ -5,16 +5,14 @@ function.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
 
-from reasoning_gym.factory import DATASETS, create_dataset
-
 from megatron_grpo.config import ReasoningGymTask
 from megatron_grpo.environments.chat import ChatTokenizer, Message
+from megatron_grpo.environments.gym_problems import generate_problems
 from megatron_grpo.environments.rewards import grade, load_reward
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Split
@@ -62,7 +60,7 @@ class ReasoningGymEnvironment:
     ) -> None:
         self._reward = load_reward(task.reward)
         self._reward_name = task.reward
-        distinct = list(_distinct(_generate(task), task, tokenizer))
+        distinct = list(_distinct(generate_problems(task), task, tokenizer))
         kept = [prompt for prompt in distinct if prompt.num_tokens <= max_prompt_tokens]
         random.Random(f"heldout/{task.seed}").shuffle(kept)
         heldout, train = kept[: task.heldout_rows], kept[task.heldout_rows :]
@@ -106,40 +104,6 @@ class ReasoningGymEnvironment:
 
     def close(self) -> None:
         """Nothing is held open."""
-
-
-def _generate(task: ReasoningGymTask) -> Iterator[dict[str, object]]:
-    if task.name not in DATASETS:
-        close = difflib.get_close_matches(task.name, DATASETS, n=3, cutoff=0.6)
-        raise ConfigError(
-            "task.name",
-            "reasoning-gym has no such task",
-            found=task.name,
-            remedy=f"did you mean {' or '.join(close)}?" if close else "see its gallery of tasks",
-        )
-    _, config_class = DATASETS[task.name]
-    # Size and seed are the config's own keys; a second way to set them would only disagree.
-    known = [f.name for f in dataclasses.fields(config_class) if f.name not in ("size", "seed")]
-    for key in task.parameters:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-            raise ConfigError(
-                f"task.parameters.{key}",
-                f"{task.name} has no such parameter",
-                remedy=f"did you mean {' or '.join(close)}?"
-                if close
-                else f"it has {', '.join(known)}",
-            )
-    try:
-        dataset = create_dataset(task.name, size=task.rows, seed=task.seed, **task.parameters)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "task.parameters",
-            f"{task.name} refuses them: {error}",
-            found=task.parameters,
-            remedy="change the values",
-        ) from error
-    return (dataset[row] for row in range(task.rows))
 
 
 def _distinct(

@@ -2,7 +2,8 @@
 
 Each request has its own random generator and its own KV cache, and goes through the model alone, so
 its result cannot depend on what else is in flight. Running requests take turns, one token each,
-inside `collect`; new weights come in between two tokens, and drop every cache made under old ones.
+inside `collect`; new weights come in between two tokens, and drop every cache made under old ones
+unless told to keep them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class ReferenceGenerator:
         temperature: divides the logits.
         stop_token_ids: each of them ends a completion and is its last token.
         receiver: its end of a weight channel.
+        keep_cache: leave the keys and values of running requests as the old weights made them.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class ReferenceGenerator:
         temperature: float,
         stop_token_ids: Sequence[int],
         receiver: WeightReceiver,
+        *,
+        keep_cache: bool = False,
     ) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -69,6 +73,7 @@ class ReferenceGenerator:
         self._temperature = temperature
         self._stop_token_ids = frozenset(stop_token_ids)
         self._receiver = receiver
+        self._keep_cache = keep_cache
         self._version = -1
         self._lock = threading.Lock()  # held for one token, or one swap of weights
         self._queue = threading.Lock()  # see _turn
@@ -215,8 +220,9 @@ class ReferenceGenerator:
         with self._turn(), torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name])
-            for one in self._in_flight.values():
-                one.cache = None
+            if not self._keep_cache:
+                for one in self._in_flight.values():
+                    one.cache = None
             self._version = version
         received = sum(tensor.nbytes for tensor in tensors.values())
         return PullReport(version, len(tensors), received, time.monotonic() - start)

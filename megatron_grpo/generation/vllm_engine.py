@@ -29,6 +29,7 @@ from megatron_grpo.generation.engine_output import completion
 from megatron_grpo.generation.stopping import stop_token_ids
 from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION, plain_senders
 from megatron_grpo.protocols import PullReport
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Completion, GenerationRequest
 from megatron_grpo.weights.manifest import check_manifest
 from megatron_grpo.weights.specs import SenderSpec
@@ -67,6 +68,7 @@ class VllmEngine:
         self._senders: tuple[SenderSpec, ...] = ()
         self._weights = WeightsConfig()
         self._broken: WeightExchangeError | None = None
+        self.spans = SpanRecorder()
 
     def _engine_args(self) -> EngineArgs:
         config = self._config
@@ -136,7 +138,9 @@ class VllmEngine:
             self._check_request(request, taken)
             taken.add(request.request_id)
         for request in requests:
-            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids.tolist())
+            prompt = TokensPrompt(
+                prompt_token_ids=request.prompt_ids.tolist(), cache_salt=self._cache_salt()
+            )
             self._engine.add_request(request.request_id, prompt, self._parameters(request))
             self._requests[request.request_id] = request
 
@@ -147,8 +151,13 @@ class VllmEngine:
         """
         self._check_usable()
         until = time.monotonic() + slice_s
-        while not self._finished and self._requests and time.monotonic() < until:
-            self._step()
+        with self.spans("generate") as attrs:
+            steps = sequences = 0
+            while not self._finished and self._requests and time.monotonic() < until:
+                sequences += min(len(self._requests), self._config.max_concurrent)
+                self._step()
+                steps += 1
+            attrs.update(steps=steps, sequences=sequences, left=len(self._requests))
         finished, self._finished = self._finished, []
         return finished
 
@@ -213,8 +222,9 @@ class VllmEngine:
     def pull_weights(self, version: int) -> PullReport:
         """Take the weights that are pushed under `version`; blocks until they are in use.
 
-        Requests in flight are treated as `weights.running_requests` says. Whatever it says, no key
-        or value computed under the old weights is used again: neither theirs nor a cached prefix.
+        Requests in flight are treated as `weights.running_requests` says. But for those that
+        keep_cache leaves as they are, no key or value computed under the old weights is used
+        again: neither theirs nor a cached prefix.
 
         Raises:
             WeightExchangeError: they did not arrive whole; the engine refuses all work afterwards.
@@ -234,7 +244,8 @@ class VllmEngine:
                 remedy="start the run again from its last checkpoint",
             )
             raise self._broken from error
-        self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self._weights.running_requests != "keep_cache":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(version))
         self._version = version
         specs = [spec for sender in self._senders for spec in sender.manifest]
@@ -258,6 +269,12 @@ class VllmEngine:
         """Leave the weight channel and end the engine's own processes, if it has any."""
         self._engine.collective_rpc("shutdown_weight_transfer_engine")
         self._engine.engine_core.shutdown()
+
+    def _cache_salt(self) -> str:
+        """Part of the prefix cache's key: under keep_cache, what running requests have of old
+        weights, and go on adding to, must not become the prefix of a new one."""
+        keeps = self._weights.running_requests == "keep_cache"
+        return str(self._version) if keeps else "shared"
 
     def _check_usable(self) -> None:
         if self._broken is not None:

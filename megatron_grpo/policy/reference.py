@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,7 @@ from megatron_grpo.config import ReferencePolicyConfig
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import CheckpointError, PolicyError
 from megatron_grpo.policy.reference_checkpoint import (
+    copy_state,
     export_hugging_face,
     identity_of,
     load_state,
@@ -64,11 +66,13 @@ class ReferencePolicy:
         self._frozen: PreTrainedModel | None = None
         if frozen is not None:
             self._frozen = load_model(frozen, attention).requires_grad_(False)
+        self._frozen_identity = identity_of(self._frozen)
         self._folder = folder
         self._config = config
         self._sender = sender
         self._bfloat16 = resolve_dtype(config.dtype, gpu=False) == "bfloat16"
         self._optimizers = make_optimizers(self.model, config.optimizer)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="save-policy")
         self._steps = 0
         self._accumulated = False
         self._zero_gradients()
@@ -140,21 +144,22 @@ class ReferencePolicy:
     def export(self, folder: Path) -> None:
         export_hugging_face(self.model, self._folder, folder)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Future[None]:
         if self._accumulated:
             raise CheckpointError(
                 str(folder),
                 "gradients have accumulated that a checkpoint does not hold",
                 remedy="save after optimizer_step",
             )
-        save_state(folder, self.model, self._optimizers, self._steps, identity_of(self._frozen))
+        copy = copy_state(self.model, self._optimizers, self._steps, self._frozen_identity)
+        return self._writer.submit(save_state, folder, copy)
 
     def load(self, folder: Path) -> None:
-        identity = identity_of(self._frozen)
-        self._steps = load_state(folder, self.model, self._optimizers, identity)
+        self._steps = load_state(folder, self.model, self._optimizers, self._frozen_identity)
         self._zero_gradients()
 
     def close(self) -> None:
+        self._writer.shutdown()
         self._sender.close()
 
     def _backward(self, microbatch: MicroBatch, temperature: float, loss: Loss) -> LossOutput:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,29 +40,42 @@ def identity_of(model: PreTrainedModel | None) -> str:
     return digest.hexdigest()
 
 
-def save_state(
-    folder: Path,
-    model: PreTrainedModel,
-    optimizers: Sequence[Optimizer],
-    steps: int,
-    frozen: str = "",
-) -> None:
-    """Write everything that `load_state` needs to go on exactly.
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """What a checkpoint holds, apart from the tensors that training goes on with."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    steps: int
+    frozen: str
+
+
+def copy_state(
+    model: PreTrainedModel, optimizers: Sequence[Optimizer], steps: int, frozen: str = ""
+) -> StateCopy:
+    """Everything that `load_state` needs to go on exactly."""
+    weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
+    moments = {name: _copy(value) for name, value in saved_moments(model, optimizers).items()}
+    return StateCopy(weights, moments, steps, frozen)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def save_state(folder: Path, copy: StateCopy) -> None:
+    """Write a copy.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    parameters = dict(model.named_parameters())
-    moments = saved_moments(model, optimizers)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "state.json").unlink(missing_ok=True)
-        weights = {name: p.detach().contiguous() for name, p in parameters.items()}
-        save_file(weights, folder / "weights.safetensors")
-        save_file(moments, folder / "optimizer.safetensors")
-        written = {"format": _FORMAT, "optimizer_steps": steps, "frozen": frozen}
-        state_text = json.dumps(written)
-        (folder / "state.json").write_text(state_text, encoding="utf-8")
+        save_file(copy.weights, folder / "weights.safetensors")
+        save_file(copy.moments, folder / "optimizer.safetensors")
+        written = {"format": _FORMAT, "optimizer_steps": copy.steps, "frozen": copy.frozen}
+        (folder / "state.json").write_text(json.dumps(written), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(str(folder), f"cannot be written: {error}") from error
 

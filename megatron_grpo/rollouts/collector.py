@@ -1,38 +1,49 @@
 """From prompts to graded groups: one object that drives the generator and the environment.
 
-    start(GroupRequest) --GenerationRequest--> Generator --Completion--> advance() --Transcript-->
+    start(GroupRequest) --GenerationRequest--> Generator --Completion--> receive() --Transcript-->
     Environment
-                              ^                                             |  Reward: the rollout
-                              ends +----- Observation: the dialogue goes on -----+  last of its
-                              group: RolloutGroup
+                              ^                                              |  Reward: the rollout
+                              |                                           commit()  ends
+                              +------- Observation: the dialogue goes on ----+  last of its
+                              +------- aborted: goes on from where it was ---+  group: RolloutGroup
 
 Everything is joined by ids: a rollout belongs to the group whose id it was started with, a
 completion to the rollout that asked for it, whatever order things come back in. What the policy
-wrote is never encoded again: a continuing dialogue sends back the sampled ids with the
-observation's ids after them.
+wrote is never encoded again: a continuing dialogue, or a rollout that was interrupted, sends back
+the sampled ids (with the observation's ids after them) and gets what is left of its budget.
 
-One thread at a time; rollouts.sources owns the thread.
+`receive` changes nothing of a rollout, `commit` all at once: a `snapshot` between them is whole.
+One thread at a time but for `interrupt` and `stop`; rollouts.sources owns the thread.
 """
 
 from __future__ import annotations
 
-import hashlib
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_grpo.errors import RolloutError
 from megatron_grpo.protocols import Environment, Generator
+from megatron_grpo.rollouts.assembly import (
+    after_completion,
+    after_observation,
+    derived_seed,
+    finished,
+    in_order,
+    new_partial,
+    place,
+)
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import (
-    Bool,
     Completion,
     FinishReason,
-    Float32,
     GenerationRequest,
     Int32,
     Observation,
+    PartialRollout,
     Prompt,
     Reward,
     Rollout,
@@ -59,38 +70,55 @@ class GroupRequest:
 
 @dataclass(slots=True)
 class _OpenGroup:
-    """Rollouts of a group that are done, by index."""
+    """Rollouts of a group by index: done, and not done as far as they are committed."""
 
     request: GroupRequest
     done: dict[int, Rollout] = field(default_factory=dict)
+    partial: dict[int, PartialRollout] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of all tokens that were sampled; None when there is none."""
+        members = (*self.done.values(), *self.partial.values())
+        versions = [m.oldest_version for m in members if m.oldest_version >= 0]
+        return min(versions, default=None)
 
 
-@dataclass(slots=True)
-class _OpenRollout:
-    """A rollout in progress: what was sampled and observed so far, in order, after the prompt."""
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request in flight."""
 
     group: _OpenGroup
     index: int
-    seed: int
-    started_s: float
-    token_ids: list[Int32] = field(default_factory=list)
-    loss_mask: list[Bool] = field(default_factory=list)
-    logprobs: list[Float32] = field(default_factory=list)
-    versions: list[Int32] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    finish_reason: FinishReason = "stop"
-    budget_tokens: int = 0
+    submitted_s: float
+    version: int
 
-    @property
-    def rollout_id(self) -> str:
-        return f"{self.group.request.group_id}/{self.index}"
 
-    def extend(self, token_ids: Int32, mask: bool, logprobs: Float32, versions: Int32) -> None:
-        self.token_ids.append(token_ids)
-        self.loss_mask.append(np.full(len(token_ids), mask))
-        self.logprobs.append(logprobs)
-        self.versions.append(versions)
-        self.budget_tokens -= len(token_ids)
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What came for one rollout: it is over for now, for a reason, or was interrupted (None)."""
+
+    group: _OpenGroup
+    partial: PartialRollout
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """Between `receive` and `commit`: arrivals, and the environment's replies to those that are not
+    interrupted."""
+
+    arrivals: tuple[_Arrival, ...]
+    replies: Mapping[int, Reward | Observation]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A snapshot of a group in flight."""
+
+    group_id: str
+    done: tuple[Rollout, ...]
+    partial: tuple[PartialRollout, ...]
 
 
 class Collector:
@@ -100,8 +128,8 @@ class Collector:
         environment: grades, and continues dialogues.
         generator: nobody else may collect from it meanwhile.
         decode: token ids to text, for graders and people.
-        seed: of the run; a rollout's own seed is a hash of it, the group id, the index and the
-            turn.
+        seed: of the run; a rollout's own seed is a hash of it, the group id, the index and how many
+            requests came before.
         deadline_s: longest wait for any one completion.
     """
 
@@ -119,15 +147,35 @@ class Collector:
         self._decode = decode
         self._seed = seed
         self._deadline_s = deadline_s
-        self._waiting: dict[str, _OpenRollout] = {}  # request id -> rollout
         self._groups: dict[str, _OpenGroup] = {}
+        self._waiting: dict[str, _Waiting] = {}  # request id -> whose
+        self._held: list[tuple[_OpenGroup, int]] = []  # to be submitted by `go_on`
+        self._interrupted: set[str] = set()
+        self._interrupting = threading.Lock()
+        self._num_interrupted = 0
         self._activity = "work"
         self._stopping = False
+        self.spans = SpanRecorder()
 
     @property
     def num_groups(self) -> int:
-        """Groups in flight."""
+        """Groups in flight, held ones included."""
         return len(self._groups)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests at the generator."""
+        return len(self._waiting)
+
+    @property
+    def num_held(self) -> int:
+        """Rollouts that wait for `go_on`."""
+        return len(self._held)
+
+    @property
+    def num_interrupted(self) -> int:
+        """Requests that were aborted and go on, or start anew, since the beginning."""
+        return self._num_interrupted
 
     @property
     def activity(self) -> str:
@@ -136,25 +184,20 @@ class Collector:
 
     def start(self, requests: Sequence[GroupRequest]) -> None:
         """Submit every rollout of the given groups."""
-        opened: list[_OpenRollout] = []
-        for request in requests:
-            if request.group_id in self._groups:
-                raise RolloutError(
-                    f"group {request.group_id}",
-                    "is already in flight",
-                    remedy="group ids are unique",
-                )
-            group = self._groups[request.group_id] = _OpenGroup(request)
-            for index in range(request.size):
-                seed = derived_seed(self._seed, request.group_id, index, 0)
-                rollout = _OpenRollout(group, index, seed, time.monotonic())
-                rollout.budget_tokens = request.max_new_tokens
-                opened.append(rollout)
-        self._submit(opened)
+        self._submit([rollout for request in requests for rollout in self._open(request)])
 
-    def advance(self) -> list[RolloutGroup]:
-        """Wait for at least one completion, grade what came, and return the groups that are now
-        whole.
+    def restore(self, request: GroupRequest, known: OpenGroup) -> None:
+        """Hold a group that was begun before; `go_on` submits what is left of it."""
+        self._held += self._open(request)
+        group = self._groups[request.group_id]
+        group.done = {place(rollout): rollout for rollout in known.done}
+        group.partial |= {partial.index: partial for partial in known.partial}
+        for index in group.done:
+            del group.partial[index]
+        self._held = [(g, i) for g, i in self._held if g is not group or i in group.partial]
+
+    def receive(self) -> Graded:
+        """Wait for at least one completion and have what came graded.
 
         Raises:
             RolloutError: the generator is late, or broke its contract.
@@ -162,31 +205,79 @@ class Collector:
         """
         oldest = next(iter(self._waiting))
         self._activity = f"the generator, for {len(self._waiting)} requests, the oldest {oldest}"
-        arrived = self._collect()
-        if self._stopping:
-            return []
-        self._activity = f"the environment, to grade {len(arrived)} rollouts"
-        replies = self._environment.respond([_transcript(rollout) for rollout in arrived])
-        if len(replies) != len(arrived):
+        arrivals = self._collect()
+        whole = [i for i, arrival in enumerate(arrivals) if arrival.finish_reason is not None]
+        self._activity = f"the environment, to grade {len(whole)} rollouts"
+        with self.spans("grade"):
+            replies = self._environment.respond([_transcript(arrivals[i]) for i in whole])
+        if len(replies) != len(whole):
             raise RolloutError(
                 "environment",
-                f"gave {len(replies)} replies to {len(arrived)} transcripts",
+                f"gave {len(replies)} replies to {len(whole)} transcripts",
                 remedy="answer every transcript, in order",
             )
-        going_on: list[_OpenRollout] = []
+        return Graded(tuple(arrivals), dict(zip(whole, replies, strict=True)))
+
+    def commit(self, graded: Graded) -> list[RolloutGroup]:
+        """Take over what `receive` returned: the groups that are now whole. What goes on is held
+        until `go_on`.
+        """
         whole: list[RolloutGroup] = []
-        for rollout, reply in zip(arrived, replies, strict=True):
-            if isinstance(reply, Observation) and len(reply.token_ids) < rollout.budget_tokens:
-                n = len(reply.token_ids)
-                unscored = np.zeros(n, np.float32), np.full(n, -1, np.int32)
-                rollout.extend(reply.token_ids.astype(np.int32), False, *unscored)
-                going_on.append(rollout)
+        for number, arrival in enumerate(graded.arrivals):
+            group, partial, budget = arrival.group, arrival.partial, self._budget(arrival)
+            reply = graded.replies.get(number)
+            if isinstance(reply, Observation) and len(reply.token_ids) >= budget:
+                reply = Reward(0.0, "out of tokens before the dialogue ended")
+            if isinstance(reply, Reward):
+                whole += self._finish(arrival, reply)
                 continue
             if isinstance(reply, Observation):
-                reply = Reward(0.0, "out of tokens before the dialogue ended")
-            whole += self._finish(rollout, reply)
-        self._submit(going_on)
+                partial = after_observation(partial, reply.token_ids)
+            group.partial[partial.index] = partial
+            self._held.append((group, partial.index))
         return whole
+
+    def go_on(self, oldest_allowed: int) -> list[str]:
+        """Submit what is held, except groups with a token older than `oldest_allowed`, which are
+        forgotten: their ids.
+        """
+        busy = {id(waiting.group) for waiting in self._waiting.values()}
+        stale = [
+            group_id
+            for group_id, group in self._groups.items()
+            if id(group) not in busy
+            and group.oldest_version is not None
+            and group.oldest_version < oldest_allowed
+        ]
+        dropped = [self._groups.pop(group_id) for group_id in stale]
+        going_on = [(g, i) for g, i in self._held if not any(g is d for d in dropped)]
+        self._held = []
+        self._submit(going_on)
+        return stale
+
+    def interrupt(self, submitted_before: int | None = None) -> None:
+        """Ask the generator to abort what is in flight (requests submitted before that version
+        only, if given); it comes out of `receive` with what it has. May be called from any thread.
+        """
+        with self._interrupting:
+            waiting = dict(self._waiting)
+            self._interrupted &= waiting.keys()
+            ids = [
+                request_id
+                for request_id, one in waiting.items()
+                if request_id not in self._interrupted
+                and (submitted_before is None or one.version < submitted_before)
+            ]
+            self._interrupted.update(ids)
+        if ids:
+            self._generator.abort(ids)
+
+    def snapshot(self) -> list[OpenGroup]:
+        """What is known of every group in flight; what the generator has not returned is not."""
+        return [
+            OpenGroup(group_id, tuple(group.done.values()), tuple(group.partial.values()))
+            for group_id, group in self._groups.items()
+        ]
 
     def stop(self) -> None:
         """Ask the generator to abort everything in flight; may be called from any thread."""
@@ -203,98 +294,99 @@ class Collector:
         while self._waiting:
             self._collect()
         self._groups.clear()
+        self._held.clear()
 
-    def _collect(self) -> list[_OpenRollout]:
-        """Completions that came, appended to their rollouts; none of them once stopped."""
-        completions = self._generator.collect(self._deadline_s)
-        if not self._stopping:
-            return [self._receive(completion) for completion in completions]
-        for completion in completions:
-            self._waiting.pop(completion.request_id, None)
-        return []
-
-    def _submit(self, rollouts: Sequence[_OpenRollout]) -> None:
-        requests: list[GenerationRequest] = []
-        for rollout in rollouts:
-            wanted, turn = rollout.group.request, len(rollout.texts)
-            request = GenerationRequest(
-                request_id=rollout.rollout_id if turn == 0 else f"{rollout.rollout_id}#{turn}",
-                prompt_ids=np.concatenate([wanted.prompt.token_ids, *rollout.token_ids]),
-                seed=derived_seed(self._seed, wanted.group_id, rollout.index, turn),
-                max_new_tokens=rollout.budget_tokens,
+    def _open(self, request: GroupRequest) -> list[tuple[_OpenGroup, int]]:
+        if request.group_id in self._groups:
+            raise RolloutError(
+                f"group {request.group_id}", "is already in flight", remedy="group ids are unique"
             )
-            self._waiting[request.request_id] = rollout
+        group = _OpenGroup(request)
+        group.partial = {index: new_partial(index) for index in range(request.size)}
+        self._groups[request.group_id] = group
+        return [(group, index) for index in range(request.size)]
+
+    def _collect(self) -> list[_Arrival]:
+        """Completions that came, each with its rollout; none of them once stopped."""
+        completions = self._generator.collect(self._deadline_s)
+        if self._stopping:
+            for completion in completions:
+                self._waiting.pop(completion.request_id, None)
+            return []
+        return [self._arrival(completion) for completion in completions]
+
+    def _submit(self, rollouts: Sequence[tuple[_OpenGroup, int]]) -> None:
+        requests: list[GenerationRequest] = []
+        now, version = time.monotonic(), self._generator.version
+        for group, index in rollouts:
+            wanted, partial = group.request, group.partial[index]
+            name, number = f"{wanted.group_id}/{index}", partial.requests
+            request = GenerationRequest(
+                request_id=name if number == 0 else f"{name}#{number}",
+                prompt_ids=np.concatenate([wanted.prompt.token_ids, partial.token_ids]),
+                seed=derived_seed(self._seed, wanted.group_id, index, number),
+                max_new_tokens=wanted.max_new_tokens - len(partial.token_ids),
+            )
+            self._waiting[request.request_id] = _Waiting(group, index, now, version)
             requests.append(request)
         if requests:
             self._generator.submit(requests)
 
-    def _receive(self, completion: Completion) -> _OpenRollout:
-        """Append a completion to its rollout."""
-        rollout = self._waiting.pop(completion.request_id, None)
-        where, count = f"request {completion.request_id}", len(completion.token_ids)
-        if rollout is None:
+    def _arrival(self, completion: Completion) -> _Arrival:
+        """The rollout with the completion appended; nothing is changed but who is waited for."""
+        where = f"request {completion.request_id}"
+        waiting = self._waiting.pop(completion.request_id, None)
+        if waiting is None:
             raise RolloutError(where, "came back but nobody waits for it", remedy=_GENERATOR_FAULT)
-        if completion.finish_reason == "abort":
+        with self._interrupting:
+            asked_for = completion.request_id in self._interrupted
+        aborted = completion.finish_reason == "abort"
+        if aborted and not asked_for:
             raise RolloutError(
                 where, "was aborted, and nobody asked for it", remedy=_GENERATOR_FAULT
             )
-        if not 1 <= count <= rollout.budget_tokens:
+        before = waiting.group.partial[waiting.index]
+        budget = waiting.group.request.max_new_tokens - len(before.token_ids)
+        if not (0 if aborted else 1) <= len(completion.token_ids) <= budget:
             raise RolloutError(
                 where,
-                f"came back with a number of tokens outside 1 to {rollout.budget_tokens}",
-                found=count,
+                f"came back with a number of tokens outside 1 to {budget}",
+                found=len(completion.token_ids),
                 remedy=_GENERATOR_FAULT,
             )
-        rollout.extend(
-            completion.token_ids, True, completion.behavior_logprobs, completion.versions
+        partial = after_completion(
+            before, completion, seconds=time.monotonic() - waiting.submitted_s
         )
-        rollout.texts.append(self._decode(completion.token_ids))
-        rollout.finish_reason = completion.finish_reason
-        return rollout
+        if aborted and len(completion.token_ids) < budget:
+            self._num_interrupted += 1
+            return _Arrival(waiting.group, partial, None)
+        turn = self._decode(partial.token_ids[partial.turn_start :])
+        partial = replace(partial, texts=(*partial.texts, turn), turn_start=len(partial.token_ids))
+        reason: FinishReason = "length" if aborted else completion.finish_reason
+        return _Arrival(waiting.group, partial, reason)
 
-    def _finish(self, rollout: _OpenRollout, reward: Reward) -> list[RolloutGroup]:
+    def _budget(self, arrival: _Arrival) -> int:
+        """Tokens the rollout may still have."""
+        return arrival.group.request.max_new_tokens - len(arrival.partial.token_ids)
+
+    def _finish(self, arrival: _Arrival, reward: Reward) -> list[RolloutGroup]:
         """Close a rollout; returns its group if it was the last one of it."""
-        group, request = rollout.group, rollout.group.request
-        group.done[rollout.index] = _finished(rollout, reward)
-        if len(group.done) < request.size:
+        group, request, index = arrival.group, arrival.group.request, arrival.partial.index
+        assert arrival.finish_reason is not None
+        seed = derived_seed(self._seed, request.group_id, index, 0)
+        group.done[index] = finished(
+            arrival.partial, request.group_id, request.prompt, reward, arrival.finish_reason, seed
+        )
+        del group.partial[index]
+        if group.partial:
             return []
         del self._groups[request.group_id]
-        members = tuple(group.done[index] for index in range(request.size))
-        return [RolloutGroup(request.group_id, request.prompt, members)]
+        return [RolloutGroup(request.group_id, request.prompt, in_order(group.done.values()))]
 
 
 _GENERATOR_FAULT = "this is a fault of the generator; report it"
 
 
-def _transcript(rollout: _OpenRollout) -> Transcript:
-    return Transcript(rollout.group.request.prompt, tuple(rollout.texts), rollout.finish_reason)
-
-
-def _finished(rollout: _OpenRollout, reward: Reward) -> Rollout:
-    prompt = rollout.group.request.prompt
-    n = prompt.num_tokens
-    return Rollout(
-        rollout_id=rollout.rollout_id,
-        group_id=rollout.group.request.group_id,
-        token_ids=np.concatenate([prompt.token_ids, *rollout.token_ids]),
-        loss_mask=np.concatenate([np.zeros(n, np.bool_), *rollout.loss_mask]),
-        behavior_logprobs=np.concatenate([np.zeros(n, np.float32), *rollout.logprobs]),
-        versions=np.concatenate([np.full(n, -1, np.int32), *rollout.versions]),
-        prompt_tokens=n,
-        reward=reward,
-        finish_reason=rollout.finish_reason,
-        seed=rollout.seed,
-        text="\n".join(rollout.texts),
-        generate_s=time.monotonic() - rollout.started_s,
-    )
-
-
-def derived_seed(run_seed: int, group_id: str, index: int, turn: int) -> int:
-    """A seed in [0, 2**31) that depends on nothing else: not on the process, the batch or the
-    Python version.
-
-    >>> derived_seed(1, "g0", 0, 0) == derived_seed(1, "g0", 0, 0) != derived_seed(1, "g0", 1, 0)
-    True
-    """
-    digest = hashlib.sha256(f"{run_seed}/{group_id}/{index}/{turn}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+def _transcript(arrival: _Arrival) -> Transcript:
+    assert arrival.finish_reason is not None
+    return Transcript(arrival.group.request.prompt, arrival.partial.texts, arrival.finish_reason)

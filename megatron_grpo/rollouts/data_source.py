@@ -54,6 +54,12 @@ class DataSource:
         self._taken = True
         return [self._at(position) for position in positions]
 
+    def pause(self) -> None:
+        """Nothing is generated."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def published(self, version: int) -> None:
         self._version = version
         self._taken = False

@@ -26,13 +26,13 @@ Arrays = dict[str, np.ndarray]
 def write_source_state(state: SourceState, folder: Path) -> None:
     """Write both files into an existing folder."""
     tokens = [one for group in state.groups for one in (*group.done, *group.partial)]
-    arrays = {
-        "token_ids": _joined([one.token_ids for one in tokens], np.int32),
-        "loss_mask": _joined([one.loss_mask for one in tokens], np.bool_),
-        "behavior_logprobs": _joined([one.behavior_logprobs for one in tokens], np.float32),
-        "versions": _joined([one.versions for one in tokens], np.int32),
-    }
-    np.savez(folder / ARRAYS_FILE, **arrays)
+    np.savez(
+        folder / ARRAYS_FILE,
+        token_ids=_joined([one.token_ids for one in tokens], np.int32),
+        loss_mask=_joined([one.loss_mask for one in tokens], np.bool_),
+        behavior_logprobs=_joined([one.behavior_logprobs for one in tokens], np.float32),
+        versions=_joined([one.versions for one in tokens], np.int32),
+    )
     plain = {
         "next_prompt": state.next_prompt,
         "version": state.version,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,12 +29,17 @@ from numpy.typing import NDArray
 from zarr.codecs import ZstdCodec
 
 from megatron_grpo.errors import RolloutError
-from megatron_grpo.types import FinishReason, Float32, Prompt, Reward, Rollout, RolloutGroup
-
-Column = NDArray[np.generic]
+from megatron_grpo.rollouts.columns import (
+    FINISH_REASONS,
+    Column,
+    decode_texts,
+    new_columns,
+    reference_or_none,
+    stored_group,
+)
+from megatron_grpo.types import Reward, Rollout, RolloutGroup
 
 COMMIT_FILE = "committed.json"
-_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 # Rows per chunk: an append rewrites at most one partly filled chunk of each array.
 _ROWS_PER_CHUNK = {
@@ -45,6 +50,7 @@ _ROWS_PER_CHUNK = {
     "group_bytes": 1 << 18,
     "rollout_bytes": 1 << 18,
 }
+KINDS_OF_ROWS = tuple(_ROWS_PER_CHUNK)
 # Array -> (kind of row, dtype).
 _ARRAYS = {
     "step_number": ("steps", "int64"),
@@ -75,6 +81,14 @@ _COUNTING_ARRAYS = (
     "group_text",
     "rollout_text",
 )
+# Kind of row, the array that says where its rows end, and the kind of row it says so for.
+_CONTAINED = (
+    ("groups", "step_group_end", "steps"),
+    ("rollouts", "group_rollout_end", "groups"),
+    ("tokens", "rollout_token_end", "rollouts"),
+    ("group_bytes", "group_text_end", "groups"),
+    ("rollout_bytes", "rollout_text_end", "rollouts"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +104,22 @@ class _Committed:
 
     def rows(self) -> dict[str, int]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One step at a glance.
+
+    Attributes:
+        rewards: of every rollout of every group.
+        response_tokens: of every rollout; observations of a dialogue included.
+        truncated: rollouts that ran out of tokens.
+    """
+
+    step: int
+    rewards: tuple[list[float], ...]
+    response_tokens: tuple[int, ...]
+    truncated: int
 
 
 class ZarrStore:
@@ -122,12 +152,26 @@ class ZarrStore:
                 found=step,
                 remedy="append steps in order, each once",
             )
-        columns = _columns(step, groups, committed)
+        columns = new_columns(step, groups, committed.rows())
         for name, values in columns.items():
             array, start = _array(self._writable, name), committed.rows()[_ARRAYS[name][0]]
             array.resize((start + len(values),))
             array[start:] = values
         self._commit(committed, columns)
+
+    def cut_after(self, step: int) -> None:
+        """Forget later steps: of a run that goes on from this one. The rows go with the next
+        append.
+        """
+        kept = sum(number <= step for number in self.steps())
+        if kept == self._committed().steps:
+            return
+        group, rows = self._open(), {"steps": kept}
+        for kind, end, of in _CONTAINED:
+            last = rows[of]
+            rows[kind] = int(np.asarray(_array(group, end)[last - 1])) if last else 0
+        self._replace_commit(rows)
+        self._writable = None
 
     def steps(self) -> list[int]:
         """Step numbers, ascending."""
@@ -153,6 +197,38 @@ class ZarrStore:
                 remedy="name one it holds",
             )
         return _StepReader(self._open()).groups(steps.index(step))
+
+    def summaries(self) -> list[StepSummary]:
+        """Of every step, without reading any token or text."""
+        steps = self.steps()
+        if not steps:
+            return []
+        group = self._open()
+
+        def column(name: str, rows: int) -> NDArray[np.float64]:
+            return np.asarray(_array(group, name)[:rows]).astype(np.float64)
+
+        rows = self._committed().rows()
+        group_end = column("step_group_end", len(steps)).astype(int)
+        rollout_end = column("group_rollout_end", rows["groups"]).astype(int)
+        tokens = np.diff(column("rollout_token_end", rows["rollouts"]), prepend=0)
+        tokens -= column("rollout_prompt_tokens", rows["rollouts"])
+        rewards = column("rollout_reward", rows["rollouts"])
+        cut = column("rollout_finish_reason", rows["rollouts"]) == FINISH_REASONS.index("length")
+        found: list[StepSummary] = []
+        for step, first, last in zip(steps, [0, *group_end], group_end):
+            ends = [int(e) for e in rollout_end[first:last]]
+            start = int(rollout_end[first - 1]) if first else 0
+            here = slice(start, ends[-1] if ends else start)
+            found.append(
+                StepSummary(
+                    step,
+                    tuple(rewards[a:b].tolist() for a, b in zip([start, *ends], ends)),
+                    tuple(tokens[here].astype(int).tolist()),
+                    int(cut[here].sum()),
+                )
+            )
+        return found
 
     def _open(self) -> zarr.Group:
         # Opened anew each time: array lengths grow while somebody else appends.
@@ -187,97 +263,23 @@ class ZarrStore:
         rows = before.rows()
         for name in _COUNTING_ARRAYS:
             rows[_ARRAYS[name][0]] += len(columns[name])
+        self._replace_commit(rows)
+
+    def _replace_commit(self, rows: Mapping[str, int]) -> None:
         scratch = self._folder / f".{COMMIT_FILE}"
         scratch.write_text(json.dumps(rows), encoding="utf-8")
         os.replace(scratch, self._folder / COMMIT_FILE)
 
 
 def _array(group: zarr.Group, name: str) -> zarr.Array:
-    array = group[name]
+    array = group.get(name)
     if not isinstance(array, zarr.Array):
-        raise RolloutError(f"rollout store {group.store_path}", f"{name} is not an array")
+        raise RolloutError(
+            f"rollout store {group.store_path}",
+            f"has no array {name}: another version of this package wrote it",
+            remedy="read it with that version",
+        )
     return array
-
-
-def _columns(step: int, groups: Sequence[RolloutGroup], before: _Committed) -> dict[str, Column]:
-    """New rows of every array."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    group_texts = [_encode(_group_text(group)) for group in groups]
-    rollout_texts = [_encode(_rollout_text(rollout)) for rollout in rollouts]
-    return {
-        "step_number": np.array([step], np.int64),
-        "step_group_end": np.array([before.groups + len(groups)], np.int64),
-        "group_rollout_end": _ends(before.rollouts, [len(g.rollouts) for g in groups]),
-        "group_text_end": _ends(before.group_bytes, [len(text) for text in group_texts]),
-        "rollout_token_end": _ends(before.tokens, [r.num_tokens for r in rollouts]),
-        "rollout_text_end": _ends(before.rollout_bytes, [len(text) for text in rollout_texts]),
-        "rollout_reward": np.array([r.reward.value for r in rollouts], np.float64),
-        "rollout_prompt_tokens": np.array([r.prompt_tokens for r in rollouts], np.int32),
-        "rollout_finish_reason": np.array(
-            [_FINISH_REASONS.index(r.finish_reason) for r in rollouts], np.uint8
-        ),
-        "rollout_seed": np.array([r.seed for r in rollouts], np.int64),
-        "rollout_generate_s": np.array([r.generate_s for r in rollouts], np.float64),
-        "token_id": _joined(rollouts, lambda r: r.token_ids, np.int32),
-        "token_loss_mask": _joined(rollouts, lambda r: r.loss_mask, np.bool_),
-        "token_logprob": _joined(rollouts, lambda r: r.behavior_logprobs, np.float32),
-        "token_version": _joined(rollouts, lambda r: r.versions, np.int32),
-        "token_reference_logprob": _joined(rollouts, _reference_logprobs, np.float32),
-        "group_text": np.frombuffer(b"".join(group_texts), np.uint8),
-        "rollout_text": np.frombuffer(b"".join(rollout_texts), np.uint8),
-    }
-
-
-def _ends(start: int, lengths: Sequence[int]) -> Column:
-    return start + np.cumsum(np.array(lengths, np.int64))
-
-
-def _joined(
-    rollouts: Sequence[Rollout], field: Callable[[Rollout], Column], dtype: type[np.generic]
-) -> Column:
-    return np.concatenate([np.zeros(0, dtype), *(field(rollout) for rollout in rollouts)])
-
-
-def _reference_logprobs(rollout: Rollout) -> Column:
-    """NaN everywhere stands for None: a rollout that was scored has a number on its prompt."""
-    if rollout.reference_logprobs is None:
-        return np.full(rollout.num_tokens, np.nan, np.float32)
-    return rollout.reference_logprobs
-
-
-def _group_text(group: RolloutGroup) -> dict[str, str]:
-    prompt = group.prompt
-    return {
-        "group_id": group.group_id,
-        "metadata": group.metadata,
-        "prompt_id": prompt.prompt_id,
-        "prompt_text": prompt.text,
-        "answer": prompt.answer,
-        "prompt_metadata": prompt.metadata,
-    }
-
-
-def _rollout_text(rollout: Rollout) -> dict[str, str]:
-    return {
-        "rollout_id": rollout.rollout_id,
-        "text": rollout.text,
-        "reason": rollout.reward.reason,
-        "extracted": rollout.reward.extracted,
-    }
-
-
-# Half a surrogate pair, which a model's bytes may decode to, must survive as well.
-def _encode(texts: Mapping[str, str]) -> bytes:
-    return json.dumps(texts, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _decode(data: Column) -> dict[str, str]:
-    return json.loads(data.tobytes().decode("utf-8", "surrogatepass"))
-
-
-def _or_none(reference_logprobs: Column) -> Float32 | None:
-    values = reference_logprobs.astype(np.float32)
-    return None if np.isnan(values[0]) else values
 
 
 class _StepReader:
@@ -293,11 +295,11 @@ class _StepReader:
         texts_of = self._ranges("group_text_end", first, last)
         texts = self._rows("group_text", texts_of)
         start, stop = (rollouts_of[0][0], rollouts_of[-1][1]) if rollouts_of else (0, 0)
-        headers = [_decode(text) for text in texts]
+        headers = [decode_texts(text) for text in texts]
         owners = [h["group_id"] for h, (a, b) in zip(headers, rollouts_of) for _ in range(a, b)]
         rollouts = self._rollouts(start, stop, owners)
         return [
-            _group(header, tuple(rollouts[a - start : b - start]))
+            stored_group(header, tuple(rollouts[a - start : b - start]))
             for header, (a, b) in zip(headers, rollouts_of)
         ]
 
@@ -313,7 +315,7 @@ class _StepReader:
             for name in ("reward", "prompt_tokens", "finish_reason", "seed", "generate_s")
         )
         rollouts: list[Rollout] = []
-        for i, text in enumerate(map(_decode, texts)):
+        for i, text in enumerate(map(decode_texts, texts)):
             rollouts.append(
                 Rollout(
                     rollout_id=text["rollout_id"],
@@ -324,11 +326,11 @@ class _StepReader:
                     versions=versions[i].astype(np.int32),
                     prompt_tokens=prompt_tokens[i],
                     reward=Reward(rewards[i], text["reason"], text["extracted"]),
-                    finish_reason=_FINISH_REASONS[reasons[i]],
+                    finish_reason=FINISH_REASONS[reasons[i]],
                     seed=seeds[i],
                     text=text["text"],
                     generate_s=seconds[i],
-                    reference_logprobs=_or_none(references[i]),
+                    reference_logprobs=reference_or_none(references[i]),
                 )
             )
         return rollouts
@@ -353,15 +355,3 @@ class _StepReader:
         offset = ranges[0][0]
         values = self._slice(name, offset, ranges[-1][1])
         return [values[a - offset : b - offset] for a, b in ranges]
-
-
-def _group(header: Mapping[str, str], rollouts: tuple[Rollout, ...]) -> RolloutGroup:
-    first = rollouts[0]
-    prompt = Prompt(
-        prompt_id=header["prompt_id"],
-        token_ids=first.token_ids[: first.prompt_tokens],
-        text=header["prompt_text"],
-        answer=header["answer"],
-        metadata=header["prompt_metadata"],
-    )
-    return RolloutGroup(header["group_id"], prompt, rollouts, header["metadata"])

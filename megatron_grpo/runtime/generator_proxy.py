@@ -52,6 +52,11 @@ class RayGenerator:
         return call_all(self._members, method, [arguments] * len(self._members), deadline_s)
 
     @property
+    def members(self) -> list[Member]:
+        """The actors, by engine."""
+        return self._members
+
+    @property
     def version(self) -> int:
         return self._version
 

@@ -1,27 +1,53 @@
-"""Who sits where: from a run config to bundles of resources. Pure; the cluster module carries it
-out.
+"""Who sits where: from a layout and a list of nodes to one node per bundle. Pure; the cluster
+module carries it out.
 
-Policy ranks come first, one bundle each, then engines, one bundle each. A bundle never spans nodes,
-so an engine's tensor-parallel workers share one. On CPUs policy and engines take turns on the same
-cores (they never work at the same moment in synchronous mode), so a bundle asks for CPU slots that
-the local cluster declares, not for cores of its own.
+A bundle is what one actor needs on a single node: a policy rank, or an engine with all its workers.
+Policy ranks come first, one bundle each, then engines, one bundle each. On CPUs policy and engines
+take turns on the same cores (they never work at the same moment in synchronous mode), so a bundle
+asks for CPU slots that the local cluster declares, not for cores of its own.
+
+What is kept, in this order:
+1. the ranks of a tensor group share a node, and so do the workers of an engine;
+2. a pipeline (one replica of the model) stays inside a node if it fits there, else inside a domain
+   (nodes under one switch or NVLink fabric), as long as the nodes leave room for that;
+3. nodes fill up one after the other, so that spare nodes stay whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_grpo.config import ParallelConfig
 from megatron_grpo.errors import ClusterError
+from megatron_grpo.runtime.packing import Capacity, pack
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine.
+
+    Attributes:
+        name: as Ray's resource `node:NAME` has it (its address).
+        domain: nodes of one domain reach each other fast; "" is not known.
+        role: what may sit there: any, policy or engine.
+    """
+
+    name: str
+    gpus: int = 0
+    cpus: int = 1
+    domain: str = ""
+    role: str = "any"
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Resources one actor needs on a single node."""
+    """Resources one actor needs on a single node, and on which one; None is not decided yet."""
 
     role: str
     cpus: int
     gpus: int
+    node: str | None = None
 
     def resources(self) -> dict[str, float]:
         """As a placement group wants them; zero entries left out."""
@@ -35,6 +61,8 @@ class Placement:
 
     num_policy_ranks: int
     bundles: tuple[Bundle, ...]
+    parallel: ParallelConfig
+    spares: tuple[str, ...] = ()
 
     def engine_bundle(self, engine: int) -> int:
         return self.num_policy_ranks + engine
@@ -45,9 +73,13 @@ class Placement:
 
 
 def plan_placement(
-    num_policy_ranks: int, num_engines: int, engine_tensor: int, gpus_per_rank: int
+    num_policy_ranks: int,
+    num_engines: int,
+    engine_tensor: int,
+    gpus_per_rank: int,
+    parallel: ParallelConfig | None = None,
 ) -> Placement:
-    """One bundle per policy rank and per engine.
+    """One bundle per policy rank and per engine, on no node yet.
 
     >>> [b.role for b in plan_placement(2, 1, 1, 0).bundles]
     ['policy rank 0', 'policy rank 1', 'engine 0']
@@ -57,56 +89,145 @@ def plan_placement(
         Bundle(f"engine {engine}", engine_tensor, engine_tensor * gpus_per_rank)
         for engine in range(num_engines)
     ]
-    return Placement(num_policy_ranks, tuple(ranks + engines))
+    layout = parallel or ParallelConfig(data=max(1, num_policy_ranks))
+    return Placement(num_policy_ranks, tuple(ranks + engines), layout)
 
 
-def check_placement(placement: Placement, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Refuse at once what these nodes can never hold; a slow cluster is told apart from an
-    impossible request.
-
-    Args:
-        nodes: total resources of each node, e.g. {"CPU": 8.0, "GPU": 4.0}.
+def assign(placement: Placement, nodes: Sequence[Node]) -> Placement:
+    """Give every bundle its node. The same arguments give the same answer, in whatever order the
+    nodes come.
 
     Raises:
-        ClusterError: naming the resource, what is asked and what each node has.
+        ClusterError: it cannot be done; says what is missing, and how much of it.
     """
-    asked: dict[str, float] = {}
-    for bundle in placement.bundles:
-        for name, amount in bundle.resources().items():
-            asked[name] = asked.get(name, 0.0) + amount
-            per_node = [node.get(name, 0.0) for node in nodes]
-            if all(amount > available for available in per_node):
-                raise ClusterError(
-                    bundle.role,
-                    f"needs {amount:g} {name} on one node; the nodes have {_listed(per_node)}",
-                    remedy="use larger nodes or a smaller layout",
-                )
-    for name, amount in asked.items():
-        per_node = [node.get(name, 0.0) for node in nodes]
-        if amount > sum(per_node):
-            raise ClusterError(
+    ordered = _in_domain_order(nodes)
+    ranks = placement.bundles[: placement.num_policy_ranks]
+    engines = placement.bundles[placement.num_policy_ranks :]
+    tensor = placement.parallel.tensor if ranks else 1
+    gpu = any(bundle.gpus for bundle in placement.bundles)
+    per_engine = (engines[0].gpus if gpu else engines[0].cpus) if engines else 1
+    capacities = [
+        Capacity(
+            min(node.gpus, node.cpus) if gpu else node.cpus,
+            policy=node.role != "engine",
+            engines=node.role != "policy",
+            domain=node.domain,
+        )
+        for node in ordered
+    ]
+    replica = placement.parallel.pipeline * placement.parallel.context if ranks else 1
+    blocks = len(ranks) // tensor
+    packed = pack(capacities, tensor, blocks, replica, per_engine, len(engines))
+    if packed is None:
+        raise _refusal(tensor, blocks, per_engine, len(engines), ordered, capacities, gpu)
+    homes: list[str] = [""] * len(placement.bundles)
+    for block, node in enumerate(packed.policy):
+        for rank in ranks_of_block(placement.parallel, block):
+            homes[rank] = ordered[node].name
+    for engine, node in enumerate(packed.engines):
+        homes[placement.engine_bundle(engine)] = ordered[node].name
+    used = set(homes)
+    return replace(
+        placement,
+        bundles=tuple(replace(b, node=home) for b, home in zip(placement.bundles, homes)),
+        spares=tuple(node.name for node in ordered if node.name not in used),
+    )
+
+
+def ranks_of_block(parallel: ParallelConfig, block: int) -> range:
+    """Ranks of one tensor group. Blocks are counted replica by replica, stage by stage; ranks are
+    counted as Megatron-Core does: tensor fastest, then context, data, pipeline.
+
+    >>> [list(ranks_of_block(ParallelConfig(tensor=2, pipeline=2, data=2), b)) for b in range(4)]
+    [[0, 1], [4, 5], [2, 3], [6, 7]]
+    """
+    stage_blocks = parallel.pipeline * parallel.context
+    replica, rest = divmod(block, stage_blocks)
+    stage, context = divmod(rest, parallel.context)
+    first = parallel.tensor * (context + parallel.context * (replica + parallel.data * stage))
+    return range(first, first + parallel.tensor)
+
+
+def _in_domain_order(nodes: Sequence[Node]) -> list[Node]:
+    """Large domains first, so that whole replicas find room; the domain's nodes side by side."""
+    size: dict[str, int] = {}
+    for node in nodes:
+        size[node.domain] = size.get(node.domain, 0) + node.gpus + node.cpus
+    return sorted(nodes, key=lambda n: (-size[n.domain], n.domain, -n.gpus, -n.cpus, n.name))
+
+
+def _refusal(
+    tensor: int,
+    blocks: int,
+    per_engine: int,
+    engines: int,
+    nodes: Sequence[Node],
+    capacities: Sequence[Capacity],
+    gpu: bool,
+) -> ClusterError:
+    unit = "GPU" if gpu else "CPU"
+    room = _counted([capacity.slots for capacity in capacities], unit)
+    asked = blocks * tensor + engines * per_engine
+    there = sum(capacity.slots for capacity in capacities)
+    for what, size, count, allowed in (
+        ("a tensor group of the policy", tensor, blocks, [c.slots for c in capacities if c.policy]),
+        ("an engine", per_engine, engines, [c.slots for c in capacities if c.engines]),
+    ):
+        if count and max(allowed, default=0) < size:
+            return ClusterError(
                 "placement",
-                f"needs {amount:g} {name} in all; the nodes have {_listed(per_node)}",
-                remedy=f"add {amount - sum(per_node):g} {name}, or use a smaller layout",
+                f"{what} needs {size} {unit} on one node; the nodes have {room}",
+                remedy=f"use nodes with {size} {unit} or a smaller tensor parallel size",
             )
-    left = sorted((dict(node) for node in nodes), key=lambda node: -node.get("GPU", 0.0))
-    for bundle in sorted(placement.bundles, key=lambda b: (-b.gpus, -b.cpus)):
-        home = next((node for node in left if _fits(bundle, node)), None)
-        if home is None:
-            raise ClusterError(
-                bundle.role,
-                "does not fit beside the others: no node has "
-                + " and ".join(f"{a:g} {n}" for n, a in bundle.resources().items())
-                + " left",
-                remedy="use nodes whose size the engine's tensor parallel size divides",
+        held = sum(slots // size for slots in allowed)
+        if held < count:
+            return ClusterError(
+                "placement",
+                f"{count} times {what} of {size} {unit} on one node; the nodes ({room}) hold "
+                f"{held} of them",
+                remedy=f"add nodes for {count - held} more ({(count - held) * size} {unit}), or "
+                "use a smaller layout",
             )
+    if asked > there:
+        return ClusterError(
+            "placement",
+            f"needs {asked} {unit} in all; the nodes have {room}",
+            remedy=f"add {asked - there} {unit}, or use a smaller layout",
+        )
+    return ClusterError(
+        "placement",
+        f"tensor groups of {tensor} and engines of {per_engine} {unit} do not fit beside each "
+        f"other on {len(nodes)} nodes ({room}), though {there} are enough for the {asked} asked",
+        remedy="use sizes that divide a node, or give each side nodes of its own",
+    )
+
+
+def _counted(amounts: Sequence[int], unit: str) -> str:
+    """
+    >>> _counted([8, 8, 4], "GPU")
+    '2 x 8 GPU, 1 x 4 GPU'
+    """
+    counts: dict[int, int] = {}
+    for amount in amounts:
+        counts[amount] = counts.get(amount, 0) + 1
+    return ", ".join(f"{count} x {size} {unit}" for size, count in counts.items()) or "nothing"
+
+
+def missing(placement: Placement, free: Mapping[str, Mapping[str, float]]) -> str:
+    """What an assigned placement waits for: per node, what is asked and not free.
+
+    Args:
+        free: what nobody holds, by node name.
+    """
+    asked: dict[str, dict[str, float]] = {}
+    for bundle in placement.bundles:
+        node = asked.setdefault(str(bundle.node), {})
         for name, amount in bundle.resources().items():
-            home[name] -= amount
-
-
-def _fits(bundle: Bundle, node: Mapping[str, float]) -> bool:
-    return all(node.get(name, 0.0) >= amount for name, amount in bundle.resources().items())
-
-
-def _listed(amounts: Sequence[float]) -> str:
-    return ", ".join(f"{amount:g}" for amount in amounts) or "nothing"
+            node[name] = node.get(name, 0.0) + amount
+    lacks = [
+        f"{node} has {free.get(node, {}).get(name, 0.0):g} of {amount:g} {name} free"
+        for node, wanted in asked.items()
+        for name, amount in wanted.items()
+        if free.get(node, {}).get(name, 0.0) < amount
+    ]
+    return "; ".join(lacks)

@@ -49,6 +49,11 @@ class RayPolicy:
         return call_all(self._members[:1], method, [()], self._step_s)[0]
 
     @property
+    def members(self) -> list[Member]:
+        """The actors, in rank order."""
+        return self._members
+
+    @property
     def batch_shape(self) -> BatchShape:
         return self._shape
 
@@ -110,11 +115,29 @@ class RayPolicy:
     def export(self, folder: Path) -> None:
         self._all("export", folder.resolve())
 
-    def save(self, folder: Path) -> None:
-        self._all("save", folder.resolve())
+    def save(self, folder: Path) -> RaySave:
+        self._all("begin_save", folder.resolve())
+        return RaySave(self._members, self._step_s)
 
     def load(self, folder: Path) -> None:
         self._all("load", folder.resolve())
 
     def close(self) -> None:
         self._all("close", deadline_s=30.0)
+
+
+class RaySave:
+    """A save that every rank is writing its share of; see protocols.PendingSave."""
+
+    def __init__(self, members: Sequence[Member], deadline_s: float) -> None:
+        self._members = members
+        self._deadline_s = deadline_s
+
+    def done(self) -> bool:
+        return all(cast(list[bool], self._all("save_done")))
+
+    def result(self) -> None:
+        self._all("finish_save")
+
+    def _all(self, method: str) -> list[object]:
+        return call_all(self._members, method, [()] * len(self._members), self._deadline_s)

@@ -10,15 +10,23 @@ the driver imports neither Megatron nor vLLM.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import secrets
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self, cast
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -26,26 +34,69 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import ClusterError, GrpoError
-from megatron_grpo.runtime.placement import Placement, check_placement
+from megatron_grpo.runtime.placement import Bundle, Node, Placement, assign, missing
+from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_memory
+from megatron_grpo.spans import Recording, Span, SpanRecorder
+
+_log = logging.getLogger(__name__)
+# A node's own resource, of which a bundle takes so little that any number of them finds room.
+_PIN = 1e-3
+_REPORT_EVERY_S = 30.0
+# Kernels and NVTX ranges, between the marks that a profile sets (runtime.tracing.CudaWindow). Ray
+# puts the report into the session's logs/nsight on the actor's node.
+NSYS_OPTIONS = MappingProxyType(
+    {
+        "t": "cuda,nvtx,cublas",
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": "stop",
+        "o": "'megatron_grpo_%p'",
+    }
+)
 
 
 class Host:
-    """Runs inside an actor: builds one object and forwards calls to it."""
+    """Runs inside an actor: builds one object, forwards calls to it and records when they ran."""
 
     def __init__(self, target: str, arguments: tuple[object, ...]) -> None:
-        module, _, name = target.partition(":")
-        factory: Callable[..., object] = vars(importlib.import_module(module))[name]
-        self._object = factory(*arguments)
+        self._object = _build(target, arguments)
+        self._spans = SpanRecorder()
+        if isinstance(self._object, Recording):
+            self._spans = self._object.spans
+        self._tools: dict[str, object] = {}
 
     def call(self, method: str, *arguments: object) -> object:
         """The method's result, or the property's value. References among the arguments arrive
         resolved.
         """
-        value = getattr(self._object, method)
-        return value(*arguments) if callable(value) else value
+        with self._spans(method) as attrs:
+            reset_peak_memory()
+            value = getattr(self._object, method)
+            result = value(*arguments) if callable(value) else value
+            attrs["peak_bytes"] = peak_memory_bytes()
+        return result
+
+    def read_spans(self) -> list[Span]:
+        """What this actor did, newest 50,000."""
+        return self._spans.read()
+
+    def use_tool(
+        self, target: str, arguments: tuple[object, ...], method: str, *values: object
+    ) -> object:
+        """Call a method of a second object beside the first, such as a profiler, built at its first
+        use and kept."""
+        if target not in self._tools:
+            self._tools[target] = _build(target, arguments)
+        return getattr(self._tools[target], method)(*values)
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _build(target: str, arguments: tuple[object, ...]) -> object:
+    """An instance of `module:Class`."""
+    module, _, name = target.partition(":")
+    factory: Callable[..., object] = vars(importlib.import_module(module))[name]
+    return factory(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +113,42 @@ class RayCluster:
     """
 
     def __init__(self, config: ClusterConfig, placement: Placement) -> None:
-        """Connect, refuse impossible placements at once, and reserve the bundles.
+        """Connect, wait for nodes, refuse impossible placements at once, and reserve the bundles.
 
         Raises:
-            ClusterError: no cluster, an impossible placement, or resources still missing at the
-                deadline.
+            ClusterError: no cluster, missing nodes, an impossible placement, or resources still
+                missing at the deadline.
         """
         self._config = config
         self._placement = placement
         self._members: list[Member] = []
         self._group: PlacementGroup | None = None
         _connect(config, placement)
+        _keep_our_handlers()
         try:
-            nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-            check_placement(placement, nodes)
-            self._group = self._reserve(placement, nodes)
+            self._placement = assign(placement, _wait_for_nodes(config))
+            self._group = self._reserve(self._placement)
         except BaseException:
             self.close()
             raise
 
-    def _reserve(
-        self, placement: Placement, nodes: Sequence[Mapping[str, float]]
-    ) -> PlacementGroup:
-        group = placement_group([b.resources() for b in placement.bundles], strategy="PACK")
-        if not group.wait(self._config.placement_deadline_s):
-            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-            remove_placement_group(group)
-            raise ClusterError(
-                "placement",
-                f"{len(placement.bundles)} bundles not granted within "
-                f"{self._config.placement_deadline_s:g} s; free now: {free} on {len(nodes)} nodes",
-                remedy="see `ray status` for who holds the rest",
-            )
-        return group
+    def _reserve(self, placement: Placement) -> PlacementGroup:
+        """Wait for the bundles, and say from time to time what is still held by others."""
+        group = placement_group([_pinned(b) for b in placement.bundles], strategy="PACK")
+        deadline_s = self._config.placement_deadline_s
+        started = time.monotonic()
+        while (left := started + deadline_s - time.monotonic()) > 0:
+            if group.wait(min(_REPORT_EVERY_S, left)):
+                return group
+            _log.warning("waiting for resources: %s", missing(placement, _free_resources()))
+        lacks = missing(placement, _free_resources())
+        remove_placement_group(group)
+        raise ClusterError(
+            "placement",
+            f"{len(placement.bundles)} bundles not granted within {deadline_s:g} s: "
+            f"{lacks or 'every node has enough now'}",
+            remedy="see `ray status` for who holds the rest",
+        )
 
     def start(
         self,
@@ -103,9 +157,11 @@ class RayCluster:
         target: str,
         arguments: tuple[object, ...],
         env: Mapping[str, str],
+        *,
+        nsys: bool = False,
     ) -> Member:
         """Create an actor in its bundle; returns before it is up (a failure shows at its first
-        call).
+        call). With `nsys` its process runs under Nsight Systems.
         """
         if self._group is None:
             raise ClusterError(name, "cannot start: the cluster is closed")
@@ -114,7 +170,10 @@ class RayCluster:
             num_cpus=spec.cpus,
             num_gpus=spec.gpus,
             max_restarts=0,
-            runtime_env={"env_vars": {**_import_path(), **env}},
+            runtime_env={
+                "env_vars": {**_import_path(), **env},
+                **({"nsight": dict(NSYS_OPTIONS)} if nsys else {}),
+            },
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle
             ),
@@ -140,6 +199,53 @@ class RayCluster:
         self.close()
 
 
+def _pinned(bundle: Bundle) -> dict[str, float]:
+    return {**bundle.resources(), f"node:{bundle.node}": _PIN}
+
+
+def _wait_for_nodes(config: ClusterConfig) -> list[Node]:
+    """The cluster's nodes, once there are enough of them."""
+    started = time.monotonic()
+    while True:
+        nodes = [_node(node) for node in ray.nodes() if node["Alive"]]
+        if len(nodes) >= config.nodes:
+            return nodes
+        if time.monotonic() - started > config.placement_deadline_s:
+            raise ClusterError(
+                "cluster.nodes",
+                f"{len(nodes)} of {config.nodes} nodes joined within "
+                f"{config.placement_deadline_s:g} s: {', '.join(node.name for node in nodes)}",
+                remedy="see the Ray logs of the others (a launched job keeps them beside its own)",
+            )
+        time.sleep(0.5)
+
+
+def _node(entry: Mapping[str, Mapping[str, float]]) -> Node:
+    """Ray's description of a node; launchers tell domain and role by resources of their own."""
+    resources = entry["Resources"]
+    return Node(
+        name=str(entry["NodeManagerAddress"]),
+        gpus=int(resources.get("GPU", 0)),
+        cpus=int(resources.get("CPU", 0)),
+        domain=_told(resources, "grpo:domain:", ""),
+        role=_told(resources, "grpo:role:", "any"),
+    )
+
+
+def _told(resources: Mapping[str, float], prefix: str, default: str) -> str:
+    return next((name[len(prefix) :] for name in resources if name.startswith(prefix)), default)
+
+
+def _free_resources() -> dict[str, Mapping[str, float]]:
+    """What nobody holds, by node address."""
+    free = available_resources_per_node()
+    return {
+        str(node["NodeManagerAddress"]): free.get(node["NodeID"], {})
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
 def _connect(config: ClusterConfig, placement: Placement) -> None:
     if ray.is_initialized():
         raise ClusterError("cluster", "this process is already connected to one", remedy="close it")
@@ -159,15 +265,45 @@ def _connect(config: ClusterConfig, placement: Placement) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        # CPU slots, not cores: ranks and engines take turns on the cores there are.
-        num_cpus=max(os.cpu_count() or 1, placement.total_cpus),
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        namespace=f"grpo-{secrets.token_hex(4)}",
-        object_store_memory=256 << 20,
-    )
+    with _children_in_a_group_of_their_own():
+        ray.init(
+            # CPU slots, not cores: ranks and engines take turns on the cores there are.
+            num_cpus=max(os.cpu_count() or 1, placement.total_cpus),
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            namespace=f"grpo-{secrets.token_hex(4)}",
+            object_store_memory=256 << 20,
+        )
+
+
+@contextmanager
+def _children_in_a_group_of_their_own() -> Iterator[None]:
+    """Processes started inside the block do not get signals meant for this process's group (Ctrl-C,
+    `timeout`, `kill -TERM -GROUP`): they would die before the run has saved its state.
+
+    Ray offers no way to set a group, but children inherit ours: a placeholder process leads a new
+    group, which this process joins for the length of the block. A session leader cannot change
+    groups; there nothing is done.
+    """
+    if os.getsid(0) == os.getpid():
+        yield
+        return
+    before = os.getpgrp()
+    with subprocess.Popen(["sleep", "600"], process_group=0) as placeholder:
+        try:
+            os.setpgid(0, placeholder.pid)
+            yield
+        finally:
+            os.setpgid(0, 0 if before == os.getpid() else before)
+            placeholder.kill()
+
+
+def _keep_our_handlers() -> None:
+    """Ray puts handlers of its own below Python's, which end the process with a stack trace."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.getsignal(number))
 
 
 def _import_path() -> dict[str, str]:
@@ -184,6 +320,27 @@ def put(value: object) -> object:
 
 def call_async(member: Member, method: str, *arguments: object) -> ray.ObjectRef:
     return member.handle.call.remote(method, *arguments)
+
+
+def read_spans(members: Sequence[Member], deadline_s: float) -> dict[str, list[Span]]:
+    """What every member did, by its name."""
+    refs = [member.handle.read_spans.remote() for member in members]
+    return {
+        member.name: cast(list[Span], take(ref, member.name, "read_spans", deadline_s))
+        for member, ref in zip(members, refs)
+    }
+
+
+def use_tool(
+    members: Sequence[Member],
+    target: str,
+    arguments: Sequence[tuple[object, ...]],
+    method: str,
+    deadline_s: float,
+) -> list[object]:
+    """See Host.use_tool: on all members at once, each tool built with its own arguments."""
+    refs = [m.handle.use_tool.remote(target, a, method) for m, a in zip(members, arguments)]
+    return [take(ref, m.name, f"{target} {method}", deadline_s) for ref, m in zip(refs, members)]
 
 
 def call_all(

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_grpo.config import RunConfig, dump_config
+from megatron_grpo.config import (
+    ChatTask,
+    DialogueTask,
+    MathTask,
+    PreferenceTask,
+    ReasoningGymTask,
+    RunConfig,
+)
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
@@ -25,31 +32,61 @@ from megatron_grpo.train.data_summary import (
     summarize_data,
     write_data_summary,
 )
-from megatron_grpo.train.evaluate import Evaluation, Evaluator
+from megatron_grpo.train.evaluate import Evaluator
+from megatron_grpo.train.evaluation_report import report_evaluation
 from megatron_grpo.train.loop import Run, train
-from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.metrics import Phases
 from megatron_grpo.train.reference_scores import ReferenceScorer
+from megatron_grpo.train.resume import open_records, restore
+from megatron_grpo.train.run_folder import RunFolder, open_run
+from megatron_grpo.train.saver import Saver
+from megatron_grpo.train.signals import StopRequest, stop_on_signals
 from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
 
 if TYPE_CHECKING:
     from megatron_grpo.runtime.ray_cluster import Member, RayCluster
 
 
-def run_training(config: RunConfig, console: Console | None = None) -> Summary | DataSummary:
-    """Train as configured; leave config.yaml, metrics, rollouts, the trained model and summary.json
-    in the run folder.
+def run_training(
+    config: RunConfig,
+    console: Console | None = None,
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+) -> Summary | DataSummary | None:
+    """Train as configured, from the start or from where an earlier process left the run; leave
+    config.yaml, metrics, rollouts, checkpoints, the trained model and summary.json in its folder.
+
+    Args:
+        fresh: move an earlier run of this folder aside.
+        accept_changes: go on with an earlier run under a config that changes what is learned: the
+            next stage of a recipe, say. Any layout can go on with any other's checkpoint.
+
+    Returns None if the run was finished already.
 
     Raises:
+        RunStopped: a signal asked for it; calling this again goes on.
         GrpoError: one line saying what failed, where, and what to do.
     """
     console = console or Console()
     check_model_folder(config.model.folder)
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
-    return (run_sampled if config.generator is not None else run_on_data)(config, console)
+    opened = open_run(config, console.print, fresh=fresh, accept_changes=accept_changes)
+    with stop_on_signals() as stop, opened as folder:
+        if folder.finished:
+            console.print(
+                f"[bold]{config.name}[/bold] has finished its {folder.steps_done} steps "
+                f"({folder.path}); go on with steps=..., or start anew with --fresh or name=..."
+            )
+            return None
+        begin = run_sampled if config.generator is not None else run_on_data
+        return begin(config, folder, stop, console, accept_changes)
 
 
-def run_sampled(config: RunConfig, console: Console) -> Summary:
+def run_sampled(
+    config: RunConfig, folder: RunFolder, stop: StopRequest, console: Console, accept: bool
+) -> Summary:
     """Learn from what the policy samples (grpo)."""
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -58,19 +95,20 @@ def run_sampled(config: RunConfig, console: Console) -> Summary:
         tokenizer = ChatTokenizer(config.model.folder)
         environment = build_environment(config, tokenizer)
         stack.callback(environment.close)
-        folder = prepare_folder(config, console)
         console.print(
             f"[bold]{config.name}[/bold]: starting {config.policy.type} and {config.engines.type}"
         )
         backends = reference_backends if config.policy.type == "reference" else cluster_backends
         policy, generator = stack.enter_context(backends(config))
+        saver = open_saver(config, folder, policy, stop, stack)
         run, evaluator = build_run(
-            config, folder, tokenizer, environment, policy, generator, console, stack
+            config, folder, tokenizer, environment, policy, generator, saver, console, stack
         )
+        restore(run, folder, console, accept=accept)
         setup_s = time.perf_counter() - started
         records = train(run)
         with run.phases("export"):
-            policy.export(folder / "model")
+            policy.export(folder.path / "model")
         gpu = config.cluster.gpus_per_rank > 0
         dtypes = tuple(resolve_dtype(b.dtype, gpu=gpu) for b in (config.policy, config.engines))
         summary = summarize(
@@ -83,33 +121,36 @@ def run_sampled(config: RunConfig, console: Console) -> Summary:
             time.perf_counter() - started,
             run.phases.take(),
         )
-    write_summary(summary, folder / "summary.json")
-    print_summary(summary, console, folder)
+    write_summary(summary, folder.path / "summary.json")
+    print_summary(summary, console, folder.path)
     return summary
 
 
-def run_on_data(config: RunConfig, console: Console) -> DataSummary:
+def run_on_data(
+    config: RunConfig, folder: RunFolder, stop: StopRequest, console: Console, accept: bool
+) -> DataSummary:
     """Learn from rows of a file (sft, dpo): the same loop, without a generator."""
     from megatron_grpo.environments.chat import ChatTokenizer
     from megatron_grpo.environments.dialogues import load_data
     from megatron_grpo.train.data_run import build_data_run
 
     started = time.perf_counter()
-    if config.task.type == "reasoning_gym":
+    if not isinstance(config.task, ChatTask | PreferenceTask):
         raise ConfigError("task.type", "holds no rows to train on")
     data = load_data(config.task, ChatTokenizer(config.model.folder))
     with ExitStack() as stack:
-        folder = prepare_folder(config, console)
         console.print(
             f"[bold]{config.name}[/bold]: starting {config.policy.type}; {len(data.train)} rows, "
             f"{len(data.heldout)} held out, {data.too_long} too long"
         )
         policy = stack.enter_context(policy_alone(config))
+        saver = open_saver(config, folder, policy, stop, stack)
         scorer = build_scorer(config, policy)
-        run, evaluator = build_data_run(config, folder, data, policy, scorer, console, stack)
+        run, evaluator = build_data_run(config, folder, data, policy, scorer, saver, console, stack)
+        restore(run, folder, console, accept=accept)
         records = train(run)
         with run.phases("export"):
-            policy.export(folder / "model")
+            policy.export(folder.path / "model")
         summary = summarize_data(
             config,
             policy.layout,
@@ -120,28 +161,45 @@ def run_on_data(config: RunConfig, console: Console) -> DataSummary:
             time.perf_counter() - started,
             run.phases.take(),
         )
-    write_data_summary(summary, folder / "summary.json")
-    print_data_summary(summary, console, folder)
+    write_data_summary(summary, folder.path / "summary.json")
+    print_data_summary(summary, console, folder.path)
     return summary
+
+
+def open_saver(
+    config: RunConfig, folder: RunFolder, policy: PolicyBackend, stop: StopRequest, stack: ExitStack
+) -> Saver:
+    saver = Saver(
+        folder.checkpoints,
+        config.checkpoint,
+        policy,
+        folder.origin,
+        stop,
+        last_step=config.steps,
+        saved_step=folder.steps_done,
+    )
+    stack.callback(saver.close)
+    return saver
 
 
 def build_run(
     config: RunConfig,
-    folder: Path,
+    folder: RunFolder,
     tokenizer,
     environment: Environment,
     policy: PolicyBackend,
     generator: Generator,
+    saver: Saver,
     console: Console,
     stack: ExitStack,
 ) -> tuple[Run, Evaluator]:
+    from megatron_grpo.algorithms.advantages import has_zero_spread
     from megatron_grpo.generation.shared import SharedGenerator
     from megatron_grpo.rollouts.sources import LiveSource
     from megatron_grpo.rollouts.zarr_store import ZarrStore
 
     shared = SharedGenerator(generator)
-    metrics = stack.enter_context(MetricsLog(folder))
-    progress = stack.enter_context(TrainProgress(config.steps, console))
+    metrics, progress, earlier = stack.enter_context(open_records(config, folder, console))
     evaluator = Evaluator(
         config.evaluation,
         environment,
@@ -151,7 +209,9 @@ def build_run(
         config.steps,
         config.cluster.step_deadline_s,
         config.seed,
-        report=lambda result: report_evaluation(result, metrics, console),
+        report=lambda result, problems: report_evaluation(
+            result, problems, metrics, console, folder.path
+        ),
     )
     source = LiveSource(
         environment,
@@ -161,6 +221,9 @@ def build_run(
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.seed,
         deadline_s=config.cluster.step_deadline_s,
+        mixture=mixture_of(environment),
+        running_requests=config.weights.running_requests,
+        has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
     )
     stack.callback(source.close)
     run = Run(
@@ -170,11 +233,13 @@ def build_run(
         policy,
         generator,
         evaluator,
-        ZarrStore(folder / "rollouts"),
+        ZarrStore(folder.path / "rollouts"),
         metrics,
         Phases(),
         progress,
+        saver,
         build_scorer(config, policy),
+        earlier,
     )
     return run, evaluator
 
@@ -194,28 +259,31 @@ def build_grpo(config: RunConfig) -> Algorithm:
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
 
 
-def report_evaluation(result: Evaluation, metrics: MetricsLog, console: Console) -> None:
-    metrics.log(
-        result.version,
-        {"heldout_accuracy": result.accuracy, "heldout_tokens_mean": result.mean_tokens},
-    )
-    console.print(
-        f"held-out accuracy after {result.version} steps: [bold]{result.accuracy:.3f}[/bold] "
-        f"± {result.standard_error:.3f} ({result.problems} problems x {result.samples} samples)"
-    )
-
-
 def build_environment(config: RunConfig, tokenizer) -> Environment:
+    """What the task's `type` names; the tokenizer is the model's."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
     from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
 
-    if config.task.type != "reasoning_gym":
-        raise ConfigError("task.type", "poses no problems to sample answers for")
-    return ReasoningGymEnvironment(
-        config.task,
-        tokenizer,
-        max_prompt_tokens=config.rollouts.max_prompt_tokens,
-        groups_per_step=config.rollouts.groups_per_step,
-    )
+    limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
+    match config.task:
+        case ReasoningGymTask():
+            return ReasoningGymEnvironment(config.task, tokenizer, *limits)
+        case MathTask():
+            return MathEnvironment(config.task, tokenizer, *limits)
+        case DialogueTask():
+            return DialogueEnvironment(config.task, tokenizer, *limits)
+    raise ConfigError("task.type", "poses no problems to sample answers for")
+
+
+def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:
+    """(rows, weight) of the training sources of environments that read files."""
+    from megatron_grpo.environments.interactive import DialogueEnvironment
+    from megatron_grpo.environments.maths import MathEnvironment
+
+    if isinstance(environment, MathEnvironment | DialogueEnvironment):
+        return environment.problems.mixture
+    return None
 
 
 def check_model_folder(folder: Path, key: str = "model.path") -> None:
@@ -227,23 +295,6 @@ def check_model_folder(folder: Path, key: str = "model.path") -> None:
             remedy="give a Hugging Face folder, or write one with: "
             "python -m megatron_grpo.conversion.smollm2",
         )
-
-
-def prepare_folder(config: RunConfig, console: Console) -> Path:
-    """An empty run folder with the resolved config. An earlier run of the same name is moved aside,
-    never overwritten.
-    """
-    folder = config.folder
-    if folder.exists():
-        number = next(
-            n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists()
-        )
-        aside = folder.with_name(f"{folder.name}.{number}")
-        folder.rename(aside)
-        console.print(f"an earlier run was moved to {aside}")
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    return folder
 
 
 @contextmanager
@@ -265,6 +316,7 @@ def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Gener
         config.sampling.temperature,
         stop_token_ids(folder),
         channel.receivers[0],
+        keep_cache=config.weights.running_requests == "keep_cache",
     )
     try:
         yield policy, generator
@@ -293,8 +345,8 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
 
-    world = config.policy.parallel.world_size
-    placement = plan_placement(world, 0, 1, config.cluster.gpus_per_rank)
+    parallel = config.policy.parallel
+    placement = plan_placement(parallel.world_size, 0, 1, config.cluster.gpus_per_rank, parallel)
     with RayCluster(config.cluster, placement) as cluster:
         ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
         yield ranks
@@ -319,6 +371,7 @@ def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
             "megatron_grpo.policy.megatron.backend:MegatronRank",
             (config.policy, config.model, config.seed, r, world, start_s, config.reference_folder),
             rank_env,
+            nsys=r in config.cluster.nsys_ranks,
         )
         for r in range(world)
     ]
@@ -340,7 +393,9 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     parallel, engines = config.policy.parallel, config.engines
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
-    placement = plan_placement(world, engines.engines, engines.tensor, config.cluster.gpus_per_rank)
+    placement = plan_placement(
+        world, engines.engines, engines.tensor, config.cluster.gpus_per_rank, parallel
+    )
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [

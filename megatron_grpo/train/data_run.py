@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 from rich.console import Console
 
@@ -16,16 +15,20 @@ from megatron_grpo.rollouts.data_source import DataSource
 from megatron_grpo.rollouts.zarr_store import ZarrStore
 from megatron_grpo.train.heldout import HeldoutEvaluator, HeldoutLoss
 from megatron_grpo.train.loop import Run
-from megatron_grpo.train.metrics import MetricsLog, Phases, TrainProgress
+from megatron_grpo.train.metrics import MetricsLog, Phases
 from megatron_grpo.train.reference_scores import ReferenceScorer
+from megatron_grpo.train.resume import open_records
+from megatron_grpo.train.run_folder import RunFolder
+from megatron_grpo.train.saver import Saver
 
 
 def build_data_run(
     config: RunConfig,
-    folder: Path,
+    folder: RunFolder,
     data: DataSet,
     policy: PolicyBackend,
     scorer: ReferenceScorer | None,
+    saver: Saver,
     console: Console,
     stack: ExitStack,
 ) -> tuple[Run, HeldoutEvaluator]:
@@ -33,8 +36,7 @@ def build_data_run(
     if config.algorithm.type == "grpo":
         raise ConfigError("algorithm.type", "does not learn from rows")
     algorithm = Dpo(config.algorithm) if config.algorithm.type == "dpo" else Sft(config.algorithm)
-    metrics = stack.enter_context(MetricsLog(folder))
-    progress = stack.enter_context(TrainProgress(config.steps, console))
+    metrics, progress, earlier = stack.enter_context(open_records(config, folder, console))
     evaluator = HeldoutEvaluator(
         data.heldout,
         algorithm,
@@ -51,17 +53,19 @@ def build_data_run(
         policy,
         None,
         evaluator,
-        ZarrStore(folder / "rollouts"),
+        ZarrStore(folder.path / "rollouts"),
         metrics,
         Phases(),
         progress,
+        saver,
         scorer,
+        earlier,
     )
     return run, evaluator
 
 
 def report_heldout(result: HeldoutLoss, metrics: MetricsLog, console: Console) -> None:
     values = {"loss": result.loss, **result.means}
-    metrics.log(result.version, {f"heldout_{name}": value for name, value in values.items()})
+    metrics.log(result.version, result.metrics())
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
     console.print(f"held out after {result.version} steps: {shown}")

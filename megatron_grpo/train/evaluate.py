@@ -4,23 +4,16 @@ happened.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_grpo.config import EvaluationConfig
-from megatron_grpo.errors import RolloutError
 from megatron_grpo.protocols import Environment, Generator
-from megatron_grpo.types import (
-    Completion,
-    GenerationRequest,
-    Int32,
-    Observation,
-    Prompt,
-    Transcript,
-)
+from megatron_grpo.rollouts.collector import Collector, GroupRequest
+from megatron_grpo.train.evaluation_scores import Problem, Sample, estimate, score_problems
+from megatron_grpo.types import Int32, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +21,11 @@ class Evaluation:
     """Result at one weight version.
 
     Attributes:
-        accuracy: mean reward over problems and samples, in [0, 1] for rewards in [0, 1].
+        accuracy: mean reward over problems and samples: pass@1 for rewards of 0 and 1.
         standard_error: of that mean, over problems.
+        mean_tokens: sampled by the policy, per rollout.
+        scores: "pass_at_K", unbiased, where a pass is a reward of 1; "majority_at_K" if the
+            environment extracts answers.
     """
 
     version: int
@@ -39,6 +35,17 @@ class Evaluation:
     samples: int
     mean_tokens: float
     truncated_fraction: float
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """As logged."""
+        return {
+            "heldout_accuracy": self.accuracy,
+            "heldout_accuracy_standard_error": self.standard_error,
+            "heldout_tokens_mean": self.mean_tokens,
+            "heldout_truncated_fraction": self.truncated_fraction,
+            **{f"heldout_{name}": score for name, score in self.scores.items()},
+        }
 
 
 class Evaluator:
@@ -54,82 +61,87 @@ class Evaluator:
         last_version: int,
         deadline_s: float,
         seed: int,
-        report: Callable[[Evaluation], None],
+        report: Callable[[Evaluation, Sequence[Problem]], None],
     ) -> None:
         self._config = config
         self._environment = environment
-        self._generator = generator
-        self._decode = decode
-        self._max_new_tokens = max_new_tokens
+        self._collector = Collector(
+            environment, generator, decode, seed=seed, deadline_s=deadline_s
+        )
+        self._max_new_tokens = config.max_new_tokens or max_new_tokens
         self._last_version = last_version
-        self._deadline_s = deadline_s
-        self._seed = seed
         self._report = report
         self.results: list[Evaluation] = []
 
     def is_due(self, version: int) -> bool:
         return is_due(version, self._last_version, self._config.every)
 
-    def evaluate_if_due(self, version: int) -> None:
-        if self.is_due(version):
-            self.results.append(self.evaluate(version))
-            self._report(self.results[-1])
+    def evaluate_if_due(self, version: int) -> dict[str, float]:
+        """Metrics of this version; none if it is not its turn."""
+        if not self.is_due(version):
+            return {}
+        problems = self.sample()
+        self.results.append(scored(version, problems))
+        self._report(self.results[-1], problems)
+        return self.results[-1].metrics()
 
-    def evaluate(self, version: int) -> Evaluation:
-        """Sample every held-out problem and grade. Problems whose dialogue goes on past one turn
-        are refused.
+    def sample(self) -> list[Problem]:
+        """Sample every held-out problem and grade. Seeds do not depend on the version, so
+        evaluations differ by weights only.
         """
         prompts = [
             self._environment.prompt("heldout", row)
             for row in range(self._environment.num_prompts("heldout"))
         ]
-        requests = self._requests(prompts, version)
-        self._generator.submit([request for _, request in requests])
-        done: dict[str, Completion] = {}
-        while len(done) < len(requests):
-            for completion in self._generator.collect(self._deadline_s):
-                done[completion.request_id] = completion
-        completions = [done[request.request_id] for _, request in requests]
-        transcripts = [
-            Transcript(prompt, (self._decode(c.token_ids),), c.finish_reason)
-            for (prompt, _), c in zip(requests, completions)
-        ]
-        rewards: list[float] = []
-        for answer in self._environment.respond(transcripts):
-            if isinstance(answer, Observation):
-                raise RolloutError("evaluation", "this environment answers in several turns")
-            rewards.append(answer.value)
-        per_problem = np.array(rewards).reshape(len(prompts), self._config.samples).mean(axis=1)
-        spread = float(per_problem.std(ddof=1)) if len(prompts) > 1 else 0.0
-        return Evaluation(
-            version,
-            float(per_problem.mean()),
-            spread / len(prompts) ** 0.5,
-            len(prompts),
-            self._config.samples,
-            float(np.mean([len(c.token_ids) for c in completions])),
-            float(np.mean([c.finish_reason == "length" for c in completions])),
+        self._collector.start(
+            [
+                GroupRequest(
+                    f"eval/{prompt.prompt_id}", prompt, self._config.samples, self._max_new_tokens
+                )
+                for prompt in prompts
+            ]
         )
+        done: dict[str, RolloutGroup] = {}
+        while self._collector.num_groups:
+            for group in self._collector.commit(self._collector.receive()):
+                done[group.prompt.prompt_id] = group
+            self._collector.go_on(oldest_allowed=-1)  # dialogues; of any age, weights stand still
+        return [_problem(done[prompt.prompt_id]) for prompt in prompts]
 
-    def _requests(
-        self, prompts: list[Prompt], version: int
-    ) -> list[tuple[Prompt, GenerationRequest]]:
-        """Requests in problem order. Seeds are the same at every version, so evaluations differ by
-        weights only.
-        """
-        return [
-            (
-                prompt,
-                GenerationRequest(
-                    f"eval-{version}/{prompt.prompt_id}/{sample}",
-                    prompt.token_ids,
-                    evaluation_seed(self._seed, prompt.prompt_id, sample),
-                    self._max_new_tokens,
-                ),
-            )
-            for prompt in prompts
-            for sample in range(self._config.samples)
-        ]
+
+def scored(version: int, problems: Sequence[Problem]) -> Evaluation:
+    """All numbers of one evaluation."""
+    samples = [sample for problem in problems for sample in problem.samples]
+    accuracy = estimate([problem.mean_reward for problem in problems])
+    return Evaluation(
+        version,
+        accuracy.value,
+        accuracy.standard_error,
+        len(problems),
+        len(problems[0].samples),
+        float(np.mean([sample.tokens for sample in samples])),
+        float(np.mean([sample.truncated for sample in samples])),
+        {name: score.value for name, score in score_problems(problems).items()},
+    )
+
+
+def _problem(group: RolloutGroup) -> Problem:
+    return Problem(
+        group.prompt.prompt_id,
+        group.prompt.text,
+        group.prompt.answer,
+        tuple(_sample(rollout) for rollout in group.rollouts),
+    )
+
+
+def _sample(rollout: Rollout) -> Sample:
+    return Sample(
+        rollout.reward.value,
+        rollout.reward.reason,
+        rollout.reward.extracted,
+        rollout.num_trained_tokens,
+        rollout.finish_reason == "length",
+    )
 
 
 def is_due(version: int, last_version: int, every: int | None) -> bool:
@@ -137,9 +149,3 @@ def is_due(version: int, last_version: int, every: int | None) -> bool:
     if version in (0, last_version):
         return True
     return every is not None and version % every == 0
-
-
-def evaluation_seed(run_seed: int, prompt_id: str, sample: int) -> int:
-    """31-bit seed from a stable hash: the same on every machine and Python."""
-    text = f"eval/{run_seed}/{prompt_id}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1

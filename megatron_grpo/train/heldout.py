@@ -28,6 +28,11 @@ class HeldoutLoss:
     means: Mapping[str, float]
     rows: int
 
+    def metrics(self) -> dict[str, float]:
+        """As logged."""
+        values = {"loss": self.loss, **self.means}
+        return {f"heldout_{name}": value for name, value in values.items()}
+
 
 class HeldoutEvaluator:
     """Evaluates before the first step, after the last, and every n steps in between."""
@@ -52,10 +57,13 @@ class HeldoutEvaluator:
         self._report = report
         self.results: list[HeldoutLoss] = []
 
-    def evaluate_if_due(self, version: int) -> None:
-        if is_due(version, self._last_version, self._every):
-            self.results.append(self.evaluate(version))
-            self._report(self.results[-1])
+    def evaluate_if_due(self, version: int) -> dict[str, float]:
+        """Metrics of this version; none if it is not its turn."""
+        if not is_due(version, self._last_version, self._every):
+            return {}
+        self.results.append(self.evaluate(version))
+        self._report(self.results[-1])
+        return self.results[-1].metrics()
 
     def evaluate(self, version: int) -> HeldoutLoss:
         groups = self._groups if self._scorer is None else self._scorer.score(self._groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,11 @@ from rich.progress import (
 )
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_grpo.errors import CheckpointError
+from megatron_grpo.spans import SpanRecorder
+
+METRICS_FILE = "metrics.jsonl"
+
 
 class MetricsLog:
     """Appends to `metrics.jsonl` and to TensorBoard files in `tensorboard/`, flushed at every call.
@@ -36,10 +42,32 @@ class MetricsLog:
     ...     metrics.log(1, {"reward_mean": 0.25})
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keep_bytes: int | None = None, steps_done: int = 0) -> None:
+        """Append to what is there, or to the first `keep_bytes` and the curves of `steps_done`
+        steps.
+
+        Raises:
+            CheckpointError: the file is shorter than that.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        found = self._file.tell()
+        if keep_bytes is not None and found < keep_bytes:
+            raise CheckpointError(
+                str(folder / METRICS_FILE),
+                f"is shorter than the {keep_bytes} bytes it had at step {steps_done}",
+                found=found,
+                remedy="restore it from a copy, or start anew with --fresh",
+            )
+        self._file.truncate(keep_bytes)
+        self._tensorboard = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=steps_done + 1 if steps_done else None
+        )
+
+    def position(self) -> int:
+        """Bytes of the file so far, which are on the disk when this returns."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One line: {"step": step, name: value...}; the same step may come more than once."""
@@ -69,7 +97,7 @@ class MetricsLog:
 
 
 class Phases:
-    """Adds up wall seconds per phase name.
+    """Adds up wall seconds per phase name, and keeps when each ran (`spans`).
 
     >>> phases = Phases()
     >>> with phases("generate"):
@@ -80,13 +108,15 @@ class Phases:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self.spans = SpanRecorder()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a block, also one that raises."""
         started = time.perf_counter()
         try:
-            yield
+            with self.spans(name):
+                yield
         finally:
             spent = time.perf_counter() - started
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
@@ -117,10 +147,10 @@ class TrainProgress:
     instead.
     """
 
-    def __init__(self, steps: int, console: Console) -> None:
+    def __init__(self, steps: int, console: Console, done: int = 0) -> None:
         self._console = console
         self._steps = steps
-        self._done = 0
+        self._done = done
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -131,7 +161,7 @@ class TrainProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=steps)
+        self._task = self._bar.add_task("starting", total=steps, completed=done)
 
     def advance(self, values: Mapping[str, float]) -> None:
         """One step is done; `values` are its metrics."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.algorithms.mismatch import summarize_mismatch
 from megatron_grpo.batch import TrainBatch
 from megatron_grpo.protocols import StepStats, UpdateStats
 from megatron_grpo.types import RolloutGroup
@@ -28,6 +35,10 @@ class StepRecord:
     seconds: Mapping[str, float]
     generated_tokens: int
     trained_tokens: int
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> StepRecord:
+        """The same with more metrics."""
+        return replace(self, metrics={**self.metrics, **metrics})
 
     @property
     def step_s(self) -> float:
@@ -53,6 +64,36 @@ class StepRecord:
         }
 
 
+def read_records(path: Path) -> list[StepRecord]:
+    """The records of all steps in a metrics file, as far as their numbers were finite."""
+    records: list[StepRecord] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            values: dict[str, float | None] = json.loads(line)
+            if "step_s" in values:  # other lines are evaluations
+                records.append(_record({n: v for n, v in values.items() if v is not None}))
+    return records
+
+
+def _record(values: Mapping[str, float]) -> StepRecord:
+    seconds = {n.removeprefix("seconds/"): v for n, v in values.items() if n.startswith("seconds/")}
+    return StepRecord(
+        int(values["step"]),
+        {n: v for n, v in values.items() if n not in _DERIVED and not n.startswith("seconds/")},
+        seconds,
+        int(values.get("generated_tokens", 0)),
+        int(values["trained_tokens"]),
+    )
+
+
+_DERIVED = {
+    "step",
+    "step_s",
+    "generated_tokens",
+    "generated_tokens_per_s",
+    "trained_tokens",
+    "trained_tokens_per_s",
+}
 TRAINING_PHASES = ("make_batch", "forward_backward", "optimizer")
 
 
@@ -60,6 +101,17 @@ def rate(count: float, seconds: Mapping[str, float], phases: Sequence[str]) -> f
     """Count per second spent in the phases; 0 when they took no time."""
     spent = sum(seconds.get(phase, 0.0) for phase in phases)
     return count / spent if spent > 0 else 0.0
+
+
+def failures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rollouts whose reward is 0 for a reason other than a wrong answer, by reason."""
+    counts = Counter(
+        f"graded/{rollout.reward.reason.replace(' ', '_')}"
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.reward.reason not in ("", "correct", "wrong")
+    )
+    return {name: float(count) for name, count in counts.items()}
 
 
 def step_record(
@@ -73,16 +125,26 @@ def step_record(
     sampled: bool = True,
 ) -> StepRecord:
     generated = sampled * sum(r.num_trained_tokens for group in groups for r in group.rollouts)
-    oldest = min(r.oldest_version for group in groups for r in group.rollouts)
+    ages = _ages(step - 1, groups)
     metrics = {
         "loss": stats.loss,
         **batch.metrics,
-        **stats.means,
+        **summarize_mismatch(stats.means),
         **stats.maxima,
         "grad_norm": update.grad_norm,
         "learning_rate": update.learning_rate,
-        # The policy made `step - 1` updates before this step; 0 is on-policy.
-        "staleness_max": float(step - 1 - oldest),
+        "staleness_max": float(ages.max(initial=0)),
+        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "padding_fraction": 1.0 - batch.num_tokens / batch.padded_tokens,
+        **failures(groups),
     }
+    for age, count in enumerate(np.bincount(ages)):
+        metrics[f"staleness/{age}"] = count / len(ages)
     return StepRecord(step, metrics, dict(seconds), generated, batch.num_tokens)
+
+
+def _ages(version: int, groups: Sequence[RolloutGroup]) -> NDArray[np.int64]:
+    """Of every sampled token: versions between the weights that made it and those it trains; 0 is
+    on-policy."""
+    versions = [r.versions[r.loss_mask] for group in groups for r in group.rollouts]
+    return version - np.concatenate([np.zeros(0, np.int64), *versions]).astype(np.int64)

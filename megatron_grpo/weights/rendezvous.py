@@ -6,6 +6,7 @@ race).
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +27,12 @@ class Rendezvous:
 def routable_address() -> str:
     """This machine's address as other nodes reach it; 127.0.0.1 when there is no network.
 
-    Asks the kernel which source address it would use; no packet is sent and no name is looked up.
+    A launcher that knows the nodes has put it into GRPO_NODE_ADDRESS. Else the kernel is asked
+    which source address it would use; no packet is sent and no name is looked up.
     """
+    known = os.environ.get("GRPO_NODE_ADDRESS")
+    if known:
+        return known
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737

@@ -7,17 +7,12 @@ kernel that keeps no score matrix (Dao et al. 2022, arXiv:2205.14135), gated fee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from grpo_perf.flops import Recompute
 from grpo_perf.memory import (
     PARAMETER_BYTES,
     Precision,
-    StateBytes,
     round_up,
     stage_layers,
-    state_bytes,
 )
 from grpo_perf.model_shape import Architecture
 from megatron_grpo.config import ParallelConfig
@@ -112,70 +107,6 @@ def kv_bytes_per_token(
     split = 1 if model.kv_rank is not None else min(tensor, model.num_kv_heads)
     per_layer = model.kv_elements_per_token / split * PARAMETER_BYTES[precision]
     return per_layer * model.num_layers / pipeline
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyMemory:
-    """Peak of one policy rank while it trains, by purpose."""
-
-    state: StateBytes
-    activations: float
-    head: float
-    buckets: float
-    reserved: float
-    stage: int
-
-    @property
-    def total(self) -> float:
-        return self.state.total + self.activations + self.head + self.buckets + self.reserved
-
-
-def stage_states(
-    model: Architecture, parallel: ParallelConfig, precision: Precision = "bfloat16"
-) -> dict[int, StateBytes]:
-    """State of the stages that can be the fullest."""
-    stages = sorted({0, min(1, parallel.pipeline - 1), parallel.pipeline - 1})
-    return {
-        stage: state_bytes(model, parallel, stage=stage, precision=precision) for stage in stages
-    }
-
-
-def policy_memory(
-    model: Architecture,
-    parallel: ParallelConfig,
-    *,
-    microbatch_tokens: int,
-    device_bytes: float,
-    precision: Precision = "bfloat16",
-    recompute: Recompute = "none",
-    bucket_bytes: int = 64 << 20,
-    states: Mapping[int, StateBytes] | None = None,
-) -> PolicyMemory:
-    """The fullest rank, under the distributed optimizer.
-
-    Only stages 0, 1 and the last can be it: the first keeps most micro-batches in flight, the
-    second may have a layer more, the last has the head.
-
-    Args:
-        states: of those stages, where they are known already.
-    """
-    known = states or stage_states(model, parallel, precision)
-    peaks = []
-    for stage, state in known.items():
-        last = stage == parallel.pipeline - 1
-        peaks.append(
-            PolicyMemory(
-                state=state,
-                activations=activation_bytes(
-                    model, parallel, microbatch_tokens, precision, recompute, stage
-                ),
-                head=head_bytes(model, parallel, microbatch_tokens, precision) if last else 0.0,
-                buckets=2.0 * bucket_bytes,
-                reserved=RESERVED_SHARE * device_bytes,
-                stage=stage,
-            )
-        )
-    return max(peaks, key=lambda peak: peak.total)
 
 
 def engine_weight_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from grpo_perf.efficiencies import stored_efficiencies
 from grpo_perf.hardware import hardware_named
-from grpo_perf.lengths import parse_lengths
+from grpo_perf.lengths import lengths_among, parse_lengths
 from grpo_perf.model_shape import Architecture, model_named, read_architecture
 from grpo_perf.plan_output import plan_yaml, show_plans
 from grpo_perf.planner import Objective, Plan, PlanRequest, make_plans
@@ -142,20 +143,28 @@ def run_simulate_command(
     question: Question,
     console: Console,
     *,
-    lengths: str | None,
+    lengths: str | Sequence[int] | None,
     steps: int,
     oversampling: float,
     mtbf_hours: float | None,
     seed: int,
     sweep: bool,
 ) -> SimulationOutcome:
-    """Simulate the best plan and print what happened; with `sweep` also other sizes and splits."""
+    """Simulate the best plan and print what happened; with `sweep` also other sizes and splits.
+
+    Args:
+        lengths: of responses: a distribution, those of a recorded run, or None for a log-normal one
+            around the mean.
+    """
     request, group_size = question.request()
     eff = stored_efficiencies()
     longest = max(1, request.max_tokens - round(request.prompt_tokens))
     # A log-normal of this shape has its median at exp(-sigma^2 / 2) = 0.78 of the mean.
     mean = request.mean_tokens - request.prompt_tokens
-    distribution = parse_lengths(lengths or f"lognormal:{0.78 * mean:.0f},0.7", longest)
+    if lengths is None or isinstance(lengths, str):
+        distribution = parse_lengths(lengths or f"lognormal:{0.78 * mean:.0f},0.7", longest)
+    else:
+        distribution = lengths_among(f"of {len(lengths)} recorded rollouts", lengths, longest)
     conditions = Conditions(
         lengths=distribution,
         steps=steps,

@@ -112,13 +112,16 @@ class TrainingFlops:
         return self.model + self.recomputed
 
 
-def training_flops(forward: Flops, recompute: Recompute = "none") -> TrainingFlops:
+def training_flops(
+    forward: Flops, recompute: Recompute = "none", *, fused_head: bool = False
+) -> TrainingFlops:
     """Backward costs twice the forward: one product for the input's gradient, one for the weight's.
 
-    selective repeats the attention products, full repeats every layer; the head is never repeated.
+    selective repeats the attention products, full repeats every layer; a fused head, which keeps no
+    logits, makes them again whatever the choice.
     """
     again = {"none": 0.0, "selective": forward.attention, "full": forward.layers}[recompute]
-    return TrainingFlops(3 * forward.total, again)
+    return TrainingFlops(3 * forward.total, again + fused_head * forward.head)
 
 
 def utilisation(flops: float, seconds: float, gpus: int, peak_flops_per_s: float) -> float:

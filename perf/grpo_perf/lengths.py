@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_grpo.errors import ConfigError
 
-_SYNTAX = "constant:N, lognormal:MEDIAN,SIGMA or file:PATH (one length per line)"
+_SYNTAX = "constant:N, lognormal:MEDIAN,SIGMA, file:PATH (one length per line) or a run's folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,18 @@ class Lengths:
     longest: int
     draw: Callable[[random.Random], int]
     mean: float
+
+
+def lengths_among(text: str, values: Iterable[int], longest: int) -> Lengths:
+    """Draws from recorded lengths.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    kept = [min(value, longest) for value in values if value > 0]
+    if not kept:
+        raise ConfigError(f"lengths {text}", "holds no length", remedy="record some first")
+    return Lengths(text, longest, lambda generator: generator.choice(kept), sum(kept) / len(kept))
 
 
 def parse_lengths(text: str, longest: int) -> Lengths:
@@ -72,10 +84,7 @@ def _recorded(text: str, path: Path, longest: int) -> Lengths:
         raise ConfigError(
             f"lengths {path}", f"cannot be read: {error}", remedy="one length per line"
         ) from error
-    kept = [min(value, longest) for value in values if value > 0]
-    if not kept:
-        raise ConfigError(f"lengths {path}", "holds no length", remedy="one length per line")
-    return Lengths(text, longest, lambda generator: generator.choice(kept), sum(kept) / len(kept))
+    return lengths_among(text, values, longest)
 
 
 def _mean_of(draw: Callable[[random.Random], int]) -> float:

@@ -82,6 +82,8 @@ class Architecture(Section):
     shared_experts: NonNegativeInt = 0
     dense_layers: NonNegativeInt = 0
     """Leading layers that are dense in a model of experts."""
+    dense_at: tuple[NonNegativeInt, ...] = ()
+    """Further ones."""
     vocab: PositiveInt
     tied: bool = False
     qkv_bias: bool = False
@@ -124,7 +126,8 @@ class Architecture(Section):
         return self.num_kv_heads * (self.head_dim + self.value_width)
 
     def has_experts(self, layer: int) -> bool:
-        return self.num_experts > 0 and layer >= self.dense_layers
+        dense = layer < self.dense_layers or layer in self.dense_at
+        return self.num_experts > 0 and not dense
 
     def layer_weights(self, layer: int) -> tuple[Weight, ...]:
         """Parameters of one layer, in the order in which Megatron registers them."""
@@ -322,7 +325,9 @@ def architecture_from_hf(raw: Mapping[str, Value], name: str, source: str) -> Ar
             "dense_layers": _int(raw, "first_k_dense_replace", 0),
         }
         if kind == "qwen3_moe":
-            values["ffn_hidden"] = 0  # the field is there, but no layer uses it
+            values["dense_at"] = _dense_among_experts(raw)
+            if not values["dense_at"]:
+                values["ffn_hidden"] = 0  # the field is there, but no layer uses it
     if kind == "deepseek_v3":
         rope = _int(raw, "qk_rope_head_dim", 0)
         values |= {
@@ -334,6 +339,14 @@ def architecture_from_hf(raw: Mapping[str, Value], name: str, source: str) -> Ar
             "rope_dim": rope,
         }
     return validate(Architecture, values, source)
+
+
+def _dense_among_experts(raw: Mapping[str, Value]) -> list[Value]:
+    """Qwen3's rule: layers that are named, and those between the sparse steps."""
+    named, every = raw.get("mlp_only_layers"), max(1, _int(raw, "decoder_sparse_step", 1))
+    named = named if isinstance(named, list) else []
+    layers = range(_int(raw, "num_hidden_layers", 0))
+    return [layer for layer in layers if layer in named or (layer + 1) % every]
 
 
 def _int(raw: Mapping[str, Value], field: str, default: int) -> int:

@@ -12,20 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grpo_perf.activation_memory import (
-    RESERVED_SHARE,
-    PolicyMemory,
-    engine_weight_bytes,
-    kv_bytes_per_token,
-    policy_memory,
-    stage_states,
-)
+from grpo_perf.activation_memory import RESERVED_SHARE, engine_weight_bytes, kv_bytes_per_token
 from grpo_perf.cost_model import ModelCounts, StepPrediction, predict_step
 from grpo_perf.efficiencies import Efficiencies
 from grpo_perf.flops import Recompute
-from grpo_perf.hardware import Hardware
+from grpo_perf.hardware import Hardware, hardware_named
 from grpo_perf.memory import StateBytes
 from grpo_perf.model_shape import Architecture
+from grpo_perf.policy_memory import PolicyMemory, policy_memory, stage_states
 from grpo_perf.workload import WEIGHT_BYTES, ComputePrecision, Workload
 from megatron_grpo.config import ParallelConfig
 from megatron_grpo.errors import ConfigError
@@ -240,6 +234,7 @@ def _fit_policy(
             device_bytes=request.hardware.memory_bytes,
             recompute=recompute,
             states=states,
+            local_layers=request.hardware is hardware_named("cpu"),
         )
         if peak.total <= request.hardware.memory_bytes:
             return peak, recompute, True

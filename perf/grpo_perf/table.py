@@ -11,12 +11,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from grpo_perf.activation_memory import policy_memory
 from grpo_perf.cost_model import StepPrediction, predict_step
 from grpo_perf.efficiencies import Efficiencies
 from grpo_perf.flops import Recompute
 from grpo_perf.hardware import Hardware, hardware_named
 from grpo_perf.model_shape import Architecture, model_named
+from grpo_perf.policy_memory import policy_memory
 from grpo_perf.workload import Workload
 from megatron_grpo.config import ParallelConfig
 from megatron_grpo.config.base import (

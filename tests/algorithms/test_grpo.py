@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from samples import make_group, make_groups, make_rollout
 
 from megatron_grpo.algorithms import Grpo
+from megatron_grpo.algorithms.mismatch import QUANTILES, summarize_mismatch
 from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import GrpoConfig
 from megatron_grpo.errors import ConfigError
@@ -175,13 +176,15 @@ def test_step_statistics_by_hand():
     logprob_T = torch.tensor([-1 + math.log(1.5), 0, -2 + math.log(0.9), 0], dtype=torch.float64)
     output = algorithm.loss(logprob_T, torch.tensor([0.3, 9, 0.5, 9]), microbatch)
     means = {name: (total / count).item() for name, (total, count) in output.sums.items()}
+    means = summarize_mismatch(means)
     d = [math.log(1.5), math.log(0.9)]
-    assert means == pytest.approx(
+    assert {n: v for n, v in means.items() if n not in QUANTILES} == pytest.approx(
         {
             "policy_loss": (-1.2 * 0.5 + 0.9 * 0.5) / 2,
             "entropy": 0.4,
             "clip_fraction": 0.5,
             "ratio_mean": 1.2,
+            "effective_sample_fraction": 1.2**2 / ((1.5**2 + 0.9**2) / 2),
             "kl_behavior_k1": -(d[0] + d[1]) / 2,
             "kl_behavior_k3": ((1.5 - 1 - d[0]) + (0.9 - 1 - d[1])) / 2,
             "logprob_abs_diff_mean": (abs(d[0]) + abs(d[1])) / 2,

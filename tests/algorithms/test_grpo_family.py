@@ -13,6 +13,7 @@ from samples import make_group, make_groups, make_rollout, with_reference
 from torch import Tensor
 
 from megatron_grpo.algorithms import Grpo
+from megatron_grpo.algorithms.packing import with_proximal
 from megatron_grpo.batch import BatchShape, TrainBatch
 from megatron_grpo.config import GrpoConfig
 from megatron_grpo.config.algorithm import PRESETS
@@ -26,6 +27,7 @@ MIXTURES = {
     "truncated": {"correction": "truncated", "clip_low": None, "clip_high": None},
     "masked": {"correction": "masked", "clip_low": None, "clip_high": None},
     "sequence_mask": {"correction": "sequence_mask", "ratio_level": "sequence_token"},
+    "unbounded": {"correction": "unbounded", "clip_low": None, "clip_high": None},
     "batch_std": {"scale": "batch_std", "kl_coefficient": 0.2, "entropy_coefficient": 0.05},
     "sum": {"aggregation": "sequence_sum", "aggregation_constant": 7.0, "dual_clip": 1.5},
 }
@@ -173,6 +175,14 @@ class Oracle:
             terms.append(weight * ratio * advantage)
         return -torch.cat(terms).mean()
 
+    def unbounded(self) -> Tensor:
+        """The importance-weighted policy gradient."""
+        terms = []
+        for rollout, advantage in self.rows():
+            score = (self.logprobs(rollout) - self.logprobs(rollout).detach()).exp()
+            terms.append(self.ratio(rollout).detach() * score * advantage)
+        return -torch.cat(terms).mean()
+
     def masked(self) -> Tensor:
         terms = []
         for rollout, advantage in self.rows():
@@ -289,3 +299,47 @@ def test_d5_kl_in_the_reward_prefers_the_rollout_closer_to_the_reference():
 
 def fields_of(rollout: Rollout) -> dict:
     return {name: getattr(rollout, name) for name in Rollout.__slots__}
+
+
+@pytest.mark.parametrize("correction", ["unbounded", "truncated", "masked"])
+def test_decoupled_clipping_holds_to_the_policy_the_step_began_with_in_float64(correction):
+    # Three different policies: generator, the step's first, and the one that is being trained.
+    groups = with_reference(make_groups(num_groups=4, group_size=3, seed=2))
+    algorithm = build({"correction": correction, "updates_per_step": 2, "correction_high": 1.5})
+    random = torch.Generator().manual_seed(3)
+    proximal = torch.randn(130, dtype=torch.float64, generator=random) - 2.5
+    table = proximal + 0.3 * torch.randn(130, dtype=torch.float64, generator=random)
+    table.requires_grad_()
+    oracle = Oracle(groups, table)
+    terms, clipped = [], 0
+    for rollout, advantage in oracle.rows():
+        first = proximal[rollout.token_ids[rollout.prompt_tokens :].astype(int)]
+        weight = (first - oracle.behavior(rollout)).exp()
+        if correction == "truncated":
+            weight = weight.clamp(max=1.5)
+        elif correction == "masked":
+            weight = torch.where((weight >= 0.5) & (weight <= 1.5), weight, 0.0)
+        ratio = (oracle.logprobs(rollout) - first).exp()
+        clipped += int(((ratio - 1).abs() > 0.2).sum())
+        terms.append(weight * oracle.clipped(ratio, advantage, 0.2, 0.2))
+    assert clipped > 5
+    expected = -torch.cat(terms).mean()
+    [wanted] = torch.autograd.grad(expected, table)
+    for shape in CUTS:
+        batch = algorithm.make_batch(groups, shape)
+        with pytest.raises(RolloutError, match="policy that the step began with"):
+            total_loss(algorithm, batch, table)
+        rollouts = [r for group in groups for r in group.rollouts]
+        scores = [proximal[r.token_ids[1:].astype(int)].float().numpy() for r in rollouts]
+        found = total_loss(algorithm, with_proximal(batch, scores), table)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        [gradient] = torch.autograd.grad(found, table)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_clip_bounds_act_under_a_token_correction_only_if_a_step_makes_several_updates():
+    with pytest.raises(ValueError, match=r"clip_low: would never act"):
+        build({"correction": "unbounded"})
+    build({"correction": "unbounded", "updates_per_step": 2})
+    with pytest.raises(ValueError, match="updates_per_step: cuts the step into parts"):
+        build({"baseline": "batch", "updates_per_step": 2})

@@ -16,6 +16,10 @@ task: {type: reasoning_gym, name: chain_sum}
 policy: {type: megatron}
 generator: {type: vllm}
 """
+MATHS = MINIMAL.replace(
+    "{type: reasoning_gym, name: chain_sum}",
+    "{type: math, train: {a: {path: p}}, heldout_rows: 1}",
+)
 
 
 @pytest.fixture
@@ -43,7 +47,8 @@ def sections() -> list[str]:
 @pytest.mark.parametrize("section", sections())
 def test_o1_a_misspelt_key_in_any_section_is_refused_with_its_path(write, section):
     where = f"{section}." if section else ""
-    message = refusal(write(), f"{where}zzzunknown=1")
+    text = MATHS if section == "task.grading" else MINIMAL
+    message = refusal(write(text), f"{where}zzzunknown=1")
     assert f"demo.yaml: {where}zzzunknown: unknown key" in message
 
 

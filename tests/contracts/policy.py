@@ -126,7 +126,7 @@ class PolicyContract:
     @pytest.fixture(scope="class")
     def birth(self, policy, tmp_path_factory) -> Path:
         path = tmp_path_factory.mktemp("birth") / "checkpoint"
-        policy.save(path)
+        policy.save(path).result()
         return path
 
     @pytest.fixture(autouse=True)
@@ -281,7 +281,7 @@ class PolicyContract:
 
     def test_h4_training_goes_on_from_a_save_as_if_nothing_had_happened(self, policy, tmp_path):
         self.train(policy, range(0, 2))
-        policy.save(tmp_path / "checkpoint")
+        policy.save(tmp_path / "checkpoint").result()
         straight = self.train(policy, range(2, 5))
         weights = self.exported(policy, tmp_path / "straight")
         policy.load(tmp_path / "checkpoint")
@@ -302,7 +302,7 @@ class PolicyContract:
         # Cosine from 1e-2 to 1e-3 over steps 2 .. 6: 1e-3 + 9e-3 (1 + cos(pi k / 4)) / 2
         expected = [5e-3, 1e-2, 1e-2, 8.681981e-3, 5.5e-3, 2.318019e-3, 1e-3]
         first = rates(3)
-        policy.save(tmp_path / "checkpoint")
+        policy.save(tmp_path / "checkpoint").result()
         assert first + rates(4) == pytest.approx(expected, rel=1e-6)
         policy.load(tmp_path / "checkpoint")
         assert rates(1) == pytest.approx(expected[3:4], rel=1e-6)

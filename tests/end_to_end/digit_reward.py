@@ -3,3 +3,8 @@
 
 def even_digits(response: str, answer: str, metadata: str) -> float:
     return sum(c in "02468" for c in response) / max(1, len(response))
+
+
+def even_digit_turn(problem: object, turns: list[str]) -> float:
+    """The same for dialogues; the first turn ends them."""
+    return even_digits(turns[-1], "", "{}")

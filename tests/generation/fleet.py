@@ -26,7 +26,7 @@ CONFIG = VllmGeneratorConfig(
     max_model_tokens=MAX_MODEL_TOKENS, kv_cache_bytes=64 << 20, max_concurrent=64
 )
 SAMPLING = SamplingConfig(temperature=TEMPERATURE, max_new_tokens=64)
-WEIGHTS = WeightsConfig(bucket_bytes=1 << 16, deadline_s=DEADLINE_S)
+WEIGHTS = WeightsConfig(bucket_bytes=1 << 16, deadline_s=DEADLINE_S, running_requests="keep")
 
 
 def start_engine(folder: Path, config: VllmGeneratorConfig = CONFIG) -> EngineProcess:

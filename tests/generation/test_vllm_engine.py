@@ -239,6 +239,29 @@ def test_requests_in_flight_finish_or_stop_under_the_old_weights_where_the_confi
     assert after["after0"].token_ids.tolist() == expected
 
 
+def test_kept_caches_serve_their_own_requests_only(fleet, engine, old_model, new_model):
+    asked = requests(1, name="kept", prompt=70, max_new_tokens=60, greedy=True)
+    engine.call("probe_running_requests", "keep_cache")
+    try:
+        engine.call("submit", asked)
+        cut = engine.call("probe_step_until", "kept0", 20)
+        fleet.push(new_model)
+        [fresh] = requests(1, name="fresh", prompt=70, max_new_tokens=8, greedy=True)
+        assert engine.call("probe_cached_tokens", fresh) == 0
+        done = {c.request_id: c for c in engine.call("collect", 5.0)}
+        while "kept0" not in done:
+            done |= {c.request_id: c for c in engine.call("collect", 5.0)}
+    finally:
+        engine.call("probe_running_requests", "keep")
+    kept = done["kept0"]
+    assert len(kept.token_ids) > cut
+    assert set(kept.versions[:cut]) == {fleet.version - 1}
+    assert set(kept.versions[cut:]) == {fleet.version}
+    # The new weights on the old weights' keys and values: near neither model.
+    assert next(differences(old_model, asked, done, 1.0))[:cut].max() < 1e-4
+    assert next(differences(new_model, asked, done, 1.0))[cut:].max() > 1e-3
+
+
 def test_an_aborted_request_comes_out_with_what_it_has_and_the_others_finish(engine, old_model):
     asked = requests(4, prompt=8, max_new_tokens=120, greedy=True)
     late = requests(1, name="late")

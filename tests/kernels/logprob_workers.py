@@ -23,6 +23,8 @@ from torch import Tensor
 DEADLINE_S = 60.0
 START_DEADLINE_S = 240.0  # imports of torch and triton in every process, on a busy machine
 WORLD_SIZE = 4
+# A few units in the last place of fp32 (6e-8), for sums of tens of terms in two orders.
+FP32_ROUNDING = 2e-6
 
 
 class GlooWorld:
@@ -158,10 +160,10 @@ def _backend(name: str, case: Case) -> Backend:
     return TritonBackend(tokens, vocab, 2, KernelConfigs(small, small, small))
 
 
-def run_case(
-    case: Case, problem: Problem, group: dist.ProcessGroup | None, backend: str = "chunked"
-) -> list[str]:
-    """Disagreements of one rank with the oracle, on this rank's shard of every gradient."""
+def results_of(
+    case: Case, problem: Problem, group: dist.ProcessGroup | None, backend: str
+) -> dict[str, Tensor]:
+    """Values and gradients of one case on this rank; of sharded tensors, this rank's shard."""
     shard_VD = sharded(problem.weight_VD, group).requires_grad_()
     bias_V = None if problem.bias_V is None else sharded(problem.bias_V, group).requires_grad_()
     base_TD = problem.base_TD.clone().requires_grad_()
@@ -189,18 +191,44 @@ def run_case(
         "hidden gradient": base_TD.grad,
         "weight gradient": shard_VD.grad,
     }
-    expected = dict(problem.answers)
-    # Padding rows of the expected gradient are zero, and must be zero exactly.
-    expected["weight gradient"] = sharded(expected["weight gradient"], group, fill=0.0)
     if bias_V is not None:
         assert bias_V.grad is not None
         found["bias gradient"] = bias_V.grad
-        expected["bias gradient"] = sharded(expected["bias gradient"], group, fill=0.0)
-    first_id = 0 if group is None else group.rank() * shard_VD.shape[0]
-    real = min(max(VOCAB - first_id, 0), shard_VD.shape[0])
+    return found
+
+
+def run_case(
+    case: Case, problem: Problem, group: dist.ProcessGroup | None, backend: str = "chunked"
+) -> list[str]:
+    """Disagreements of one rank with the oracle, on this rank's shard of every gradient."""
+    found = results_of(case, problem, group, backend)
+    expected = dict(problem.answers)
+    # Padding rows of the expected gradient are zero, and must be zero exactly.
+    for name in ("weight gradient", "bias gradient"):
+        if name in found:
+            expected[name] = sharded(expected[name], group, fill=0.0)
+    num_rows = found["weight gradient"].shape[0]
+    first_id = 0 if group is None else group.rank() * num_rows
+    real = min(max(VOCAB - first_id, 0), num_rows)
     wrong = disagreements(case, found, expected)
-    if shard_VD.grad[real:].any():
+    if found["weight gradient"][real:].any():
         wrong.append(f"{case}: padding rows have a gradient")
+    return wrong
+
+
+def compare_backends(
+    groups: dict[int, dist.ProcessGroup], group_size: int, cases: list[Case]
+) -> list[str]:
+    """Where interpreted Triton and chunked differ by more than the rounding of their sums."""
+    group = groups[group_size] if group_size > 1 else None
+    wrong = []
+    for case in cases[dist.get_rank() // group_size :: WORLD_SIZE // group_size]:
+        problem = make_problem(case)
+        triton, chunked = (results_of(case, problem, group, b) for b in ("triton", "chunked"))
+        for name, values in triton.items():
+            gap = (values - chunked[name]).abs().max() / chunked[name].abs().max().clamp_min(1.0)
+            if float(gap) > FP32_ROUNDING:
+                wrong.append(f"{case}: {name} differs by {float(gap):.1e}")
     return wrong
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from logprob_oracle import Case, full_grid
-from logprob_workers import GlooWorld, run_cases
+from logprob_workers import GlooWorld, compare_backends, run_cases
 
 BATCH = {"chunked": 16, "triton": 4}
 
@@ -37,3 +37,15 @@ def test_interpreted_triton_kernels_agree_with_the_oracle(
     """Interpreted cases are slow: every seventh, meeting all pairs of options, or every 19th."""
     cases = full_grid(sequence_parallel)[:: 7 if group_size == 1 else 19]
     assert_agreement(gloo_world, group_size, cases, "triton")
+
+
+@pytest.mark.parametrize(("group_size", "sequence_parallel"), [(1, False), (2, True)])
+def test_interpreted_triton_kernels_equal_chunked_to_the_rounding_of_fp32(
+    gloo_world: GlooWorld, group_size: int, sequence_parallel: bool
+) -> None:
+    cases = [case for case in full_grid(sequence_parallel) if case.dtype == "fp32"][3::13]
+    assert len(cases) >= 10
+    for start in range(0, len(cases), BATCH["triton"]):
+        batch = cases[start : start + BATCH["triton"]]
+        for rank, wrong in gloo_world.run(compare_backends, group_size, batch).items():
+            assert not wrong, f"rank {rank}: {wrong[:5]} and {len(wrong)} in all"

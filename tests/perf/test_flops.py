@@ -99,15 +99,51 @@ def test_torch_counts_the_same_on_a_model_of_experts() -> None:
     assert shape.num_active_parameters == active + others
 
 
+def test_dense_layers_among_experts_are_where_qwen3_has_them() -> None:
+    raw: dict[str, object] = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [3],
+        "decoder_sparse_step": 2,
+    }
+    model = architecture_from_hf(raw, "x", "x")  # type: ignore[arg-type]
+    # Hugging Face: experts where (layer + 1) % decoder_sparse_step == 0, unless named.
+    assert [model.has_experts(layer) for layer in range(6)] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    every = raw | {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    assert architecture_from_hf(every, "x", "x").ffn_hidden == 0  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"num_key_value_heads": 4}),
+        ("qwen2", {"num_key_value_heads": 2}),
+        ("qwen3_moe", {}),
+    ],
+    ids=["dense", "grouped queries", "experts"],
+)
 def test_torch_counts_the_same_on_the_real_rank_packed_with_unequal_lengths(
-    kv_heads: int, tmp_path: Path
+    family: str, changes: dict[str, int], tmp_path: Path
 ) -> None:
     from megatron_cases import Case, random_sequences
     from memory_cases import flops_case
 
-    folder = save_tiny(tmp_path / "model", num_key_value_heads=kv_heads)
+    folder = save_tiny(tmp_path / "model", family, **changes)  # type: ignore[arg-type]
     model = read_architecture(folder)
     batches = [[(4, 6), (3, 12), (9, 2), (2, 1)], [(20, 40)]]
     cases = [

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from grpo_perf.activation_memory import (
-    activation_bytes,
-    engine_weight_bytes,
-    kv_bytes_per_token,
-    policy_memory,
-)
+from grpo_perf.activation_memory import activation_bytes, engine_weight_bytes, kv_bytes_per_token
+from grpo_perf.flops import Recompute
+from grpo_perf.local_activations import attention_elements, local_activation_bytes
 from grpo_perf.memory import StateBytes, chunk_shards, stage_layers, state_bytes
 from grpo_perf.model_shape import Architecture, model_named, read_architecture
+from grpo_perf.policy_memory import policy_memory
 from megatron_ranks import rank_pool
 from tiny import save_tiny
 
@@ -178,3 +176,54 @@ def test_the_real_rank_allocates_exactly_these_bytes(
         assert measured["parameters"] == counted.parameters
         assert measured["gradients"] == counted.gradients
         assert measured["optimizer"] == counted.optimizer
+
+
+# Two layers' attention of HAND: 64 wide queries, 32 wide keys, 4 heads.
+def test_a_padded_batch_keeps_what_its_padding_was_made_from() -> None:
+    four = 4 * 64 + 4
+    assert attention_elements(HAND, [5, 5], 1) == four
+    assert attention_elements(HAND, [10], 1) == four + 64
+    assert attention_elements(HAND, [10, 2], 1) == (20 / 12) * four + 64 + 2 * 64 + 3 * 32
+    # 30 padded to 60 is twice the work and still one batch; 31 to 63 would be more.
+    assert attention_elements(HAND, [20, 5, 5], 1) == 2 * four + 64 + 2 * 64 + 3 * 32
+    assert attention_elements(HAND, [21, 5, 5], 1) == four + 64
+
+
+SHAPES = {
+    "narrow, one sequence": ({"hidden_size": 64, "intermediate_size": 128}, [(16, 240)]),
+    "wide, unequal": ({"hidden_size": 256, "intermediate_size": 512}, [(16, 112), (16, 240)]),
+    "many equal": ({"hidden_size": 128, "intermediate_size": 512}, [(8, 56)] * 8),
+}
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@pytest.mark.slow
+def test_activation_peaks_are_within_fifteen_percent_of_what_the_real_rank_allocates(
+    tmp_path: Path,
+) -> None:
+    from megatron_cases import Case, random_sequences
+    from memory_cases import activation_case
+
+    cases, estimates = [], {}
+    for name, (changes, lengths) in SHAPES.items():
+        layers = 4 if "wide" in name else 8
+        head_dim = changes["hidden_size"] // 4
+        folder = tmp_path / name
+        save_tiny(folder, "llama", head_dim=head_dim, num_hidden_layers=layers, **changes)
+        model, totals = read_architecture(folder), [sum(pair) for pair in lengths]
+        for recompute in RECOMPUTE:
+            cases.append(
+                Case(
+                    folder,
+                    {},
+                    random_sequences(lengths),
+                    microbatch_tokens=sum(totals),
+                    policy={"recompute": recompute},
+                )
+            )
+            estimates[name, recompute] = local_activation_bytes(
+                model, ParallelConfig(), totals, "float32", recompute
+            )
+    (peaks,) = rank_pool().run(1, activation_case, cases, tmp_path)
+    errors = {key: estimates[key] / peak - 1 for key, peak in zip(estimates, peaks, strict=True)}
+    assert max(abs(error) for error in errors.values()) < 0.15, errors

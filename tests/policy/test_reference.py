@@ -151,12 +151,12 @@ def test_save_with_pending_gradients_is_refused(folder, tmp_path):
     policy, _ = make_policy(folder)
     policy.forward_backward(GRPO.make_batch(make_groups(), policy.batch_shape), GRPO.loss)
     with pytest.raises(CheckpointError, match="gradients have accumulated"):
-        policy.save(tmp_path / "checkpoint")
+        policy.save(tmp_path / "checkpoint").result()
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(folder, tmp_path):
     other = save_tiny(tmp_path / "other", num_hidden_layers=1)
-    make_policy(other)[0].save(tmp_path / "checkpoint")
+    make_policy(other)[0].save(tmp_path / "checkpoint").result()
     policy, _ = make_policy(folder)
     before = [p.detach().clone() for p in policy.model.parameters()]
     with pytest.raises(CheckpointError, match=r"does not fit the model.*layers\.1"):
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(folder, tm
 
 def test_a_save_that_was_cut_short_is_refused(folder, tmp_path):
     policy, _ = make_policy(folder)
-    policy.save(tmp_path / "checkpoint")
+    policy.save(tmp_path / "checkpoint").result()
     (tmp_path / "checkpoint" / "state.json").unlink()
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         policy.load(tmp_path / "checkpoint")
@@ -249,7 +249,7 @@ def test_every_optimizer_continues_exactly_from_its_checkpoint(folder, tmp_path,
     config = CONFIG.model_copy(update={"optimizer": OptimizerConfig(type=kind, learning_rate=1e-2)})
     straight, _ = make_policy(folder, config)
     step_once(straight)
-    straight.save(tmp_path / kind)
+    straight.save(tmp_path / kind).result()
     resumed, _ = make_policy(folder, config)
     resumed.load(tmp_path / kind)
     expected, found = step_once(straight), step_once(resumed)
@@ -257,7 +257,7 @@ def test_every_optimizer_continues_exactly_from_its_checkpoint(folder, tmp_path,
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(folder, tmp_path):
-    make_policy(folder)[0].save(tmp_path / "adam")
+    make_policy(folder)[0].save(tmp_path / "adam").result()
     sgd = CONFIG.model_copy(update={"optimizer": OptimizerConfig(type="sgd")})
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors.*does not fit"):
         make_policy(folder, sgd)[0].load(tmp_path / "adam")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rollouts.fakes import FakeEnvironment, FakeGenerator, completion, decode, make_prompt
 
 from megatron_grpo.errors import RolloutError
-from megatron_grpo.rollouts.collector import Collector, GroupRequest, derived_seed
+from megatron_grpo.rollouts.assembly import derived_seed
+from megatron_grpo.rollouts.collector import Collector, GroupRequest
 from megatron_grpo.types import Observation, Prompt, Reward, RolloutGroup
 
 
@@ -22,7 +23,8 @@ def run(made: Collector, requests: list[GroupRequest]) -> list[RolloutGroup]:
     made.start(requests)
     groups: list[RolloutGroup] = []
     while made.num_groups:
-        groups += made.advance()
+        made.go_on(0)
+        groups += made.commit(made.receive())
     return groups
 
 
@@ -182,7 +184,7 @@ def test_a_completion_nobody_asked_for_is_refused():
     made = collector(generator, FakeEnvironment())
     made.start([group_request("g0", make_prompt(0), 1)])
     with pytest.raises(RolloutError, match="request g9/0: came back but nobody waits for it"):
-        made.advance()
+        made.receive()
 
 
 def test_an_environment_that_loses_a_transcript_is_an_error_not_a_shift():
@@ -215,3 +217,37 @@ def test_draining_leaves_nothing_behind_at_the_generator():
     made.start([group_request("g0", make_prompt(0), 5)])
     made.drain()
     assert (made.num_groups, generator.num_running) == (0, 0)
+
+
+def test_an_interrupted_rollout_goes_on_from_its_last_token_with_what_is_left_of_its_budget():
+    def answer(request):
+        if "#" in request.request_id:
+            return completion(request, [22, 2], version=1)
+        return completion(request, [20, 21], version=0, finish_reason="abort")
+
+    generator = FakeGenerator(answer)
+    made = collector(generator, FakeEnvironment())
+    made.start([group_request("g0", make_prompt(0), 1, max_new_tokens=5)])
+    made.interrupt()
+    generator._running, generator._aborted = generator.submitted[:], []  # with two tokens each
+    assert made.commit(made.receive()) == [] and (made.num_held, made.num_interrupted) == (1, 1)
+    assert made.go_on(oldest_allowed=0) == []
+    [group] = made.commit(made.receive())
+    [rollout] = group.rollouts
+    first, second = generator.submitted
+    assert (second.request_id, second.prompt_ids.tolist()) == ("g0/0#1", [1, 10, 20, 21])
+    assert (second.max_new_tokens, second.seed) == (3, derived_seed(1, "g0", 0, 1))
+    assert rollout.token_ids.tolist() == [1, 10, 20, 21, 22, 2]
+    assert rollout.versions.tolist() == [-1, -1, 0, 0, 1, 1]
+    assert (rollout.text, rollout.seed) == ("20 21 22 2", first.seed)
+
+
+def test_an_interrupted_rollout_too_old_to_go_on_is_given_up_with_its_group():
+    generator = FakeGenerator(lambda r: completion(r, [20], version=0, finish_reason="abort"))
+    made = collector(generator, FakeEnvironment())
+    made.start([group_request("g0", make_prompt(0), 1)])
+    made.interrupt()
+    generator._running, generator._aborted = generator.submitted[:], []
+    made.commit(made.receive())
+    assert made.go_on(oldest_allowed=1) == ["g0"]
+    assert (made.num_groups, made.num_held, len(generator.submitted)) == (0, 0, 1)

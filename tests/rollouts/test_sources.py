@@ -20,7 +20,7 @@ from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
 from megatron_grpo.errors import RewardError, RolloutError
 from megatron_grpo.generation.reference import ReferenceGenerator
 from megatron_grpo.rollouts import sources
-from megatron_grpo.rollouts.sources import LiveSource, PromptOrder
+from megatron_grpo.rollouts.sources import LiveSource, MixedOrder, PromptOrder
 from megatron_grpo.types import Reward
 from megatron_grpo.weights.in_process import InProcessChannel, hugging_face_manifest
 
@@ -267,7 +267,9 @@ def test_resuming_ahead_of_the_trainer_loses_and_repeats_no_prompt():
     wait_until(lambda: source.counts().ready == GROUPS_PER_STEP)
     state = source.state()
     source.close()
-    assert (state.next_prompt, state.pending) == (GROUPS_PER_STEP, ())
+    asked = len(generator.submitted)
+    assert (state.next_prompt, state.pending) == (2 * GROUPS_PER_STEP, ((2, 0), (3, 0)))
+    assert [len(group.done) for group in state.groups] == [GROUP_SIZE] * GROUPS_PER_STEP
     again = fake_source(generator, FakeEnvironment(rows=10), max_staleness=1)
     again.restore(state)
     for version in range(1, 5):
@@ -275,6 +277,8 @@ def test_resuming_ahead_of_the_trainer_loses_and_repeats_no_prompt():
         again.published(version)
         taken += prompt_ids(again.next_groups())
     again.close()
+    # What was ready is trained on, not made again: its requests were made once.
+    assert not {"g2/0", "g3/0"} & {r.request_id for r in generator.submitted[asked:]}
     assert sorted(taken) == sorted(f"fake/{row}" for row in range(10))
 
 
@@ -297,3 +301,32 @@ def wait_until(condition) -> None:
 
 def collecting_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "collector"]
+
+
+def test_sources_are_mixed_by_weight_at_every_point_and_rows_come_once_per_epoch():
+    order = MixedOrder([(7, 3.0), (50, 1.0), (4, 2.0)], seed=5)
+    rows = [order.row(position) for position in range(600)]
+    for count in range(1, 601):
+        drawn = [sum(low <= row < high for row in rows[:count]) for low, high in RANGES]
+        shares = [count * 3 / 6, count / 6, count * 2 / 6]
+        assert all(abs(one - share) <= 1 for one, share in zip(drawn, shares))
+    first = [row for row in rows if row < 7]
+    for epoch in range(len(first) // 7):
+        assert sorted(first[7 * epoch : 7 * epoch + 7]) == list(range(7))
+
+
+RANGES = ((0, 7), (7, 57), (57, 61))
+
+
+def test_the_row_at_a_position_does_not_depend_on_what_was_asked_before():
+    mixture = [(7, 3.0), (50, 1.0), (4, 2.0)]
+    order = MixedOrder(mixture, seed=5)
+    rows = [order.row(position) for position in range(40)]
+    assert [MixedOrder(mixture, seed=5).row(position) for position in range(40)] == rows
+    assert [order.row(position) for position in (39, 3, 17, 3)] == [rows[i] for i in (39, 3, 17, 3)]
+    assert [MixedOrder(mixture, seed=6).row(p) for p in range(40)] != rows
+
+
+def test_one_source_is_shuffled_by_the_runs_seed_alone():
+    mixed, plain = MixedOrder([(9, 0.5)], seed=3), PromptOrder(9, seed=3)
+    assert [mixed.row(p) for p in range(30)] == [plain.row(p) for p in range(30)]

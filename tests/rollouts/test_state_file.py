@@ -61,7 +61,14 @@ def test_a_state_without_groups_comes_back(tmp_path):
 def test_arrays_of_another_state_are_refused(tmp_path, tokens):
     write_source_state(STATE, tmp_path)
     with np.load(tmp_path / ARRAYS_FILE) as arrays:
-        other = {name: np.resize(values, tokens) for name, values in arrays.items()}
-    np.savez(tmp_path / ARRAYS_FILE, **other)
+        names = ("token_ids", "loss_mask", "behavior_logprobs", "versions")
+        ids, masks, logprobs, versions = (np.resize(arrays[name], tokens) for name in names)
+    np.savez(
+        tmp_path / ARRAYS_FILE,
+        token_ids=ids,
+        loss_mask=masks,
+        behavior_logprobs=logprobs,
+        versions=versions,
+    )
     with pytest.raises(CheckpointError, match=r"source.npz: does not belong to its source.json"):
         read_source_state(tmp_path)

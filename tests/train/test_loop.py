@@ -33,6 +33,9 @@ class Recorder:
     def evaluate_if_due(self, version: int) -> None:
         self.calls.append(f"evaluate {version}")
 
+    def pause(self) -> None:
+        self.calls.append("pause")
+
     def published(self, version: int) -> None:
         self.calls.append(f"published {version}")
 
@@ -68,7 +71,7 @@ def run_of(parts: Recorder) -> SimpleNamespace:
 def test_weights_arrive_and_are_evaluated_before_the_source_may_generate_with_them():
     parts = Recorder()
     publish(run_of(parts), version=4)
-    assert parts.calls == ["pull 4", "push 4", "evaluate 4", "published 4"]
+    assert parts.calls == ["pause", "pull 4", "push 4", "evaluate 4", "published 4"]
 
 
 def test_engines_that_took_fewer_tensors_than_were_sent_are_an_error():

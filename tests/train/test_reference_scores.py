@@ -111,7 +111,7 @@ def test_a_policy_without_a_frozen_model_says_so(folders):
 
 def test_resuming_beside_another_frozen_model_is_refused(folders, tmp_path):
     first, second = folders
-    build(first, second).save(tmp_path / "checkpoint")
+    build(first, second).save(tmp_path / "checkpoint").result()
     build(first, second).load(tmp_path / "checkpoint")
     for other in (None, first):
         with pytest.raises(CheckpointError, match="another frozen reference model"):

@@ -1,8 +1,7 @@
 """One rank of the Megatron policy: the one class others see. SPMD; knows nothing of Ray.
 
 All ranks call the same verb at the same time. A rank that has nothing to contribute still takes
-part in every
-collective: membership follows the rank's place in the layout, never the data.
+part in every collective: membership follows the rank's place in the layout, never the data.
 """
 
 from __future__ import annotations
@@ -24,12 +23,19 @@ from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.megatron_folder import Checkpoint, open_checkpoint
-from megatron_grpo.errors import ClusterError, ConfigError, PolicyError, WeightExchangeError
+from megatron_grpo.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    PolicyError,
+    WeightExchangeError,
+)
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.checkpoint import (
+    Writing,
+    begin_save,
+    finish_save,
     load_checkpoint,
-    save_checkpoint,
-    stop_writer,
 )
 from megatron_grpo.policy.megatron.device import (
     choose_transformer_engine,
@@ -49,7 +55,9 @@ from megatron_grpo.policy.megatron.mixture import check_stages
 from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine, Totals
+from megatron_grpo.policy.megatron.timers import SpanTimers
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats, WeightSender
+from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Float32
 from megatron_grpo.weights.collective import CollectiveSender
 from megatron_grpo.weights.rendezvous import Rendezvous, host_store, join_store
@@ -120,7 +128,9 @@ class MegatronRank:
         self._rendezvous_store: TCPStore | None = None
         self._parts: _Parts | None = None
         self._channel: _Channel | None = None
+        self._writing: Writing | None = None
         self._weights_dtype = torch.float32
+        self.spans = SpanRecorder()
 
     # Start and end
 
@@ -145,6 +155,7 @@ class MegatronRank:
         use_te = choose_transformer_engine(self._config.transformer_engine, device)
         dtype = compute_dtype(self._config.dtype, device)
         megatron_config = transformer_config(source.spec, self._config, dtype, use_te)
+        megatron_config.timers = SpanTimers(self.spans, device)  # type: ignore[assignment]
         chunks = build_chunks(source.spec, megatron_config, use_te)
         for chunk in chunks:
             chunk.to(device=device, dtype=dtype)
@@ -192,7 +203,6 @@ class MegatronRank:
             self._channel.sender.close()
         self._channel = None
         self._parts = None
-        stop_writer()
         if dist.is_initialized():
             mesh.leave_mesh()
             dist.destroy_process_group()
@@ -378,11 +388,25 @@ class MegatronRank:
 
     # Training state
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule so that `load` continues exactly. Collective."""
+    def begin_save(self, folder: Path) -> None:
+        """Copy weights, optimizer and schedule, and start writing them. Collective."""
         parts = self._started
+        if self._writing is not None:
+            raise CheckpointError(
+                str(folder), "another save has not ended", remedy="finish it first"
+            )
         self._sync_parameters()
-        save_checkpoint(folder, parts.wrapped, parts.updater, parts.source.side_files)
+        self._writing = begin_save(folder, parts.wrapped, parts.updater, parts.source.side_files)
+
+    def save_done(self) -> bool:
+        """Whether this rank has written its share."""
+        return self._writing is None or self._writing.share.done()
+
+    def finish_save(self) -> None:
+        """Wait for every rank's share and make the checkpoint whole. Collective."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            finish_save(writing)
 
     def load(self, folder: Path) -> None:
         """Continue from a folder that `save` wrote under any layout. Collective."""

@@ -7,7 +7,10 @@ no generator state to keep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import queue
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +18,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.conversion.hf_folder import begin_folder, finish_folder, partial_folder
 from megatron_grpo.errors import CheckpointError
@@ -32,33 +37,133 @@ _METADATA: dict[str, Any] = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+# Megatron 0.19 has two writers to choose from; 0.16 has one.
+_ASYNC_OPTIONS: dict[str, Any] = (
+    {"async_strategy": "mcore"}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    else {}
+)
 
 
-def save_checkpoint(
+class Writing:
+    """A checkpoint between `begin_save` and `finish_save`, on one rank: a thread writes this rank's
+    share of it.
+    """
+
+    def __init__(self, folder: Path, request: Any, side_files: Sequence[Path]) -> None:
+        self.folder = folder
+        self.side_files = side_files
+        self.request = request
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="write-checkpoint")
+        self.share = self.pool.submit(_write, request)
+
+
+def begin_save(
     folder: Path,
     chunks: Sequence[DistributedDataParallel],
     updater: Updater,
     side_files: Sequence[Path],
-) -> None:
-    """Write `folder`, whole or not at all. Collective; raises CheckpointError on every rank.
+) -> Writing:
+    """Copy the state and start writing it. Collective; raises CheckpointError on every rank.
 
     Args:
-        side_files: the model's config, tokenizer and so on, which make the folder complete in
-            itself.
+        side_files: the model's config, tokenizer and so on, without which the folder could not be
+            converted.
     """
     first = dist.get_rank() == 0
     agree(attempt(lambda: begin_folder(folder)) if first else None)
     _fill_optimizer_state(updater)
     state = _state(chunks, updater, loading=False)
-    problem = None
+    _copy_shared(state, chunks, updater)
+    # Megatron would start a process for this queue; threads need none.
+    cast(Any, filesystem_async)._results_queue = queue.Queue()
+    problem = request = None
     try:
-        dist_checkpointing.save(
-            state, str(partial_folder(folder)), ("torch_dist", 1), content_metadata=_METADATA
+        request = dist_checkpointing.save(
+            state,
+            str(partial_folder(folder)),
+            ("torch_dist", 1),
+            content_metadata=_METADATA,
+            async_sharded_save=True,
+            **_ASYNC_OPTIONS,
         )
     except (OSError, CheckpointingException) as error:
         problem = CheckpointError(str(folder), f"cannot be written: {error}")
     agree(problem)
-    agree(attempt(lambda: finish_folder(folder, {}, 0, side_files)) if first else None)
+    return Writing(folder, request, side_files)
+
+
+def finish_save(writing: Writing) -> None:
+    """Wait for this rank's share, then make the checkpoint whole, or nothing. Collective; raises
+    CheckpointError on every rank.
+    """
+    folder = writing.folder
+    failure = writing.share.exception()
+    writing.pool.shutdown()
+    agree(
+        None if failure is None else CheckpointError(str(folder), f"cannot be written: {failure}")
+    )
+    problem = None
+    try:
+        for finalize in writing.request.finalize_fns:
+            finalize()
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        problem = CheckpointError(str(folder), f"cannot be written: {error}")
+    agree(problem)
+    side = writing.side_files
+    agree(attempt(lambda: finish_folder(folder, {}, 0, side)) if dist.get_rank() == 0 else None)
+
+
+def _write(request: Any) -> None:
+    """This rank's files. Megatron's own runner forks a process for each, which a rank with threads
+    at work must not.
+    """
+    if request.async_fn is None:
+        return
+    _, buckets, results = request.async_fn_args
+    if request.preload_fn is not None:
+        buckets = request.preload_fn()
+    transforms = request.async_fn.args[0]
+    written: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+        counts: queue.Queue[int] = queue.Queue()
+        counts.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, bucket, cast(Any, answers), cast(Any, counts), True
+        )
+        _, answer = answers.get_nowait()
+        if isinstance(answer, Exception):
+            raise answer
+        written[index] = answer
+    results.put(written)
+
+
+def _copy_shared(
+    state: dict[str, Any], chunks: Sequence[DistributedDataParallel], updater: Updater
+) -> None:
+    """Replace every tensor of the state that training writes to by a copy, on the CPU."""
+    live = {_memory_of(p) for chunk in chunks for p in chunk.parameters()}
+    for part in updater.optimizer.chained_optimizers:
+        for values in part.optimizer.state.values():
+            live |= {_memory_of(v) for v in values.values() if isinstance(v, torch.Tensor)}
+        for group in part.optimizer.param_groups:
+            live |= {_memory_of(p) for p in group["params"]}
+    for entry in _sharded_parts(state):
+        if entry.data is not None and (entry.data.is_cuda or _memory_of(entry.data) in live):
+            entry.data = entry.data.detach().to("cpu", copy=True)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _sharded_parts(value: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    if isinstance(value, ShardedTensor | ShardedTensorFactory):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _sharded_parts(item)
 
 
 def load_checkpoint(
@@ -87,14 +192,6 @@ def load_checkpoint(
     updater.steps = int(loaded["steps"])
     updater.use_fused_adam()  # the loaded parameter groups brought their own flags
     updater.zero_grad()
-
-
-def stop_writer() -> None:
-    """End the helper process that Megatron's writer starts and never stops."""
-    results = cast(Any, filesystem_async)._results_queue
-    if results is not None:
-        results._manager.shutdown()
-        cast(Any, filesystem_async)._results_queue = None
 
 
 def _model(chunk: DistributedDataParallel) -> DecoderModel:

@@ -80,7 +80,7 @@ def lengthen(microbatch: MicroBatch, length: int) -> MicroBatch:
     def grown(values: Tensor, fill: float) -> Tensor:
         return torch.cat([values, values.new_full((extra,), fill)])
 
-    reference = microbatch.reference_logprob_T
+    reference, proximal = microbatch.reference_logprob_T, microbatch.proximal_logprob_T
     return MicroBatch(
         token_ids_T=grown(microbatch.token_ids_T, 0),
         target_ids_T=grown(microbatch.target_ids_T, IGNORED_TARGET),
@@ -96,6 +96,7 @@ def lengthen(microbatch: MicroBatch, length: int) -> MicroBatch:
         cu_seqlens=torch.cat([microbatch.cu_seqlens, microbatch.cu_seqlens.new_tensor([length])]),
         sequence_tokens=(*microbatch.sequence_tokens, extra),
         sequence_ids=(*microbatch.sequence_ids, -1),
+        proximal_logprob_T=None if proximal is None else grown(proximal, 0.0),
     )
 
 

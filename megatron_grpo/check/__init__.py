@@ -1,0 +1,1 @@
+"""What would stop a run, found before it waits in a queue; needs no torch and no GPU."""

@@ -1,0 +1,1 @@
+"""Rows of files as problems: reading, field mapping, filters, splits, mixing."""

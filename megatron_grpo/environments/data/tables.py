@@ -1,0 +1,153 @@
+"""Rows of JSON lines, JSON, parquet and Hugging Face data set files, one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from megatron_grpo.errors import ConfigError
+
+Row = Mapping[str, object]
+
+_SHIPPED, _HUB = "shipped:", "hub:"
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+
+
+def read_rows(path: str, files: str, key: str) -> Iterator[Row]:
+    """Every row of a source, in the order of its files' names.
+
+    Args:
+        path: see config.data.ProblemData.path.
+        files: pattern of the files of a folder.
+        key: config key to name in errors.
+
+    Raises:
+        ConfigError: nothing there, or not readable as what its name says.
+    """
+    for file in find_files(path, files, key):
+        try:
+            yield from _read(file)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            first = str(error).partition("\n")[0]
+            raise ConfigError(
+                key, f"{file.name} cannot be read: {first}", found=str(file), remedy="repair it"
+            ) from error
+
+
+def find_files(path: str, pattern: str, key: str) -> list[Path]:
+    """The files of a source, sorted by name."""
+    if path.startswith(_SHIPPED):
+        return [_shipped(path.removeprefix(_SHIPPED), key)]
+    root = _from_hub(path, pattern, key) if path.startswith(_HUB) else Path(path).expanduser()
+    if root.is_file():
+        return [root]
+    found = sorted(p for p in root.glob(pattern) if p.suffix in _SUFFIXES and p.is_file())
+    if (root / "state.json").is_file():  # written by save_to_disk: its tables, not its notes
+        found = [p for p in found if p.suffix == ".arrow"]
+    if not found:
+        raise ConfigError(
+            key,
+            f"holds no {', '.join(_SUFFIXES)} file" if root.is_dir() else "does not exist",
+            found=path,
+            remedy="correct the path, or the files pattern",
+        )
+    return found
+
+
+def _shipped(name: str, key: str) -> Path:
+    folder = Path(str(resources.files("megatron_grpo") / "data"))
+    file = folder / f"{name}.jsonl"
+    if not file.is_file():
+        names = ", ".join(sorted(p.stem for p in folder.glob("*.jsonl")))
+        raise ConfigError(key, "is not shipped", found=name, remedy=f"there are {names}")
+    return file
+
+
+def _from_hub(path: str, pattern: str, key: str) -> Path:
+    name = path.removeprefix(_HUB)
+    patterns = None if pattern == "**/*" else [pattern]
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError) as error:
+        raise ConfigError(
+            key,
+            "is not in the local cache and the hub did not give it",
+            found=name,
+            remedy="give a local path, or fetch it where there is a network: "
+            f"hf download --repo-type dataset {name}",
+        ) from error
+
+
+def _read(file: Path) -> Iterator[Row]:
+    match file.suffix:
+        case ".jsonl":
+            yield from _json_lines(file)
+        case ".json":
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(content, list):
+                raise ValueError("holds no list of rows")
+            for number, row in enumerate(content, 1):
+                yield _object(row, f"row {number}")
+        case ".parquet":
+            with pq.ParquetFile(file) as table:
+                for batch in table.iter_batches(1024):
+                    yield from batch.to_pylist()
+        case ".arrow":
+            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+                for batch in stream:
+                    yield from batch.to_pylist()
+        case _:
+            raise ValueError(f"is none of {', '.join(_SUFFIXES)}")
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number}: {error}") from error
+                yield _object(row, f"line {number}")
+
+
+def _object(row: object, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no object")
+    return row
+
+
+def field(row: Row, path: str, key: str, source: str) -> object:
+    """The value at a dotted path, None where a row leaves it out or has null.
+
+    >>> field({"prompt": [{"content": "2+3?"}]}, "prompt.0.content", "task", "dapo")
+    '2+3?'
+
+    Raises:
+        ConfigError: the row has other fields.
+    """
+    if path in row:  # a column may have a dot in its name
+        return row[path]
+    value: object = row
+    for part in path.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif value is None:
+            return None
+        else:
+            raise ConfigError(
+                key,
+                f"a row of {source} has no field {part}",
+                found=path,
+                remedy=f"its fields are {', '.join(map(str, row))}",
+            )
+    return value

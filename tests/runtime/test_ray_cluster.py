@@ -1,0 +1,57 @@
+"""Resources that are not there, and resources that somebody else holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from megatron_grpo.config import ClusterConfig
+from megatron_grpo.errors import ClusterError
+from megatron_grpo.runtime.placement import plan_placement
+from megatron_grpo.runtime.ray_cluster import RayCluster
+
+SECOND = """
+import sys
+from megatron_grpo.config import ClusterConfig
+from megatron_grpo.errors import ClusterError
+from megatron_grpo.runtime.placement import plan_placement
+from megatron_grpo.runtime.ray_cluster import RayCluster
+nodes = int(sys.argv[2])
+config = ClusterConfig(address=sys.argv[1], nodes=nodes, placement_deadline_s=3.0)
+try:
+    RayCluster(config, plan_placement(1, 0, 1, 0))
+except ClusterError as error:
+    print(error)
+"""
+
+
+def refusal_of_a_second_run(address: str, nodes: int) -> str:
+    command = [sys.executable, "-c", SECOND, address, str(nodes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return done.stdout.strip() or done.stderr
+
+
+@pytest.mark.slow
+def test_i1_a_waiting_group_has_a_deadline_and_says_what_it_lacks():
+    cores = os.cpu_count() or 1
+    with RayCluster(ClusterConfig(), plan_placement(cores, 0, 1, 0)):
+        address = ray.get_runtime_context().gcs_address
+        busy = refusal_of_a_second_run(address, nodes=1)
+        assert "1 bundles not granted within 3 s" in busy
+        assert "has 0 of 1 CPU free" in busy
+        few = refusal_of_a_second_run(address, nodes=3)
+        assert "1 of 3 nodes joined within 3 s" in few
+
+
+@pytest.mark.slow
+def test_i1_what_can_never_be_granted_is_refused_at_once():
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match="needs 1 GPU on one node; the nodes have 1 x 0 GPU"):
+        RayCluster(ClusterConfig(placement_deadline_s=600.0), plan_placement(2, 0, 1, 1))
+    assert time.monotonic() - started < 120  # of which Ray's own start takes most
+    assert not ray.is_initialized()

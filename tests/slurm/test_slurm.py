@@ -1,0 +1,157 @@
+"""Our launch script on a real SLURM of four nodes: ends, limits, losses."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1500)
+TWO_NODES = ("--nodes", "2", "--cpus-per-node", "1", "--time", "30")
+STEPS = 120
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / "model" / "model.safetensors").read_bytes()
+
+
+def test_grpo_across_three_nodes_completes_with_its_reward_recorded(cluster, material, tmp_path):
+    values = {
+        "name": "grpo",
+        "run_dir": str(tmp_path / "grpo"),
+        "steps": 2,
+        "model": {"path": str(material / "model")},
+        "task": {
+            "type": "reasoning_gym",
+            "name": "chain_sum",
+            "parameters": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            "rows": 60,
+            "heldout_rows": 2,
+            "reward": "end_to_end.digit_reward:even_digits",
+        },
+        "sampling": {"max_new_tokens": 8},
+        "rollouts": {"groups_per_step": 2, "group_size": 4, "max_prompt_tokens": 96},
+        "policy": {
+            "type": "megatron",
+            "dtype": "float32",
+            "parallel": {"pipeline": 2},
+            "microbatch_tokens": 256,
+        },
+        "generator": {
+            "type": "vllm",
+            "dtype": "float32",
+            "max_model_tokens": 128,
+            "kv_cache_bytes": 64 << 20,
+            "threads": 1,
+        },
+        "evaluation": {"samples": 1},
+    }
+    config = tmp_path / "grpo.yaml"
+    config.write_text(json.dumps(values))
+    job = cluster.launch(config, "--nodes", "3", "--cpus-per-node", "1", "--time", "30")
+    state = cluster.wait(job, 900)
+    assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.log[-4000:]
+    lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
+    rewards = [row["reward_mean"] for row in map(json.loads, lines) if "reward_mean" in row]
+    assert len(rewards) == 2 and all(math.isfinite(reward) for reward in rewards)
+    cluster.wait_until_clean()
+
+
+def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no rows\n")
+    config = sft("bad", 3)
+    values = json.loads(config.read_text())
+    values["task"]["path"] = str(bad)
+    config.write_text(json.dumps(values))
+    job = cluster.launch(config, *TWO_NODES)
+    state = cluster.wait(job)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), job.log[-4000:]
+    assert "is not" in job.log or "JSON" in job.log
+    assert state["Restarts"] == "0"
+
+
+def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft):
+    whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
+    assert cluster.wait(whole)["JobState"] == "COMPLETED", whole.log[-4000:]
+    cut = cluster.launch(sft("cut", STEPS), *TWO_NODES)
+    cluster.wait_for_step(cut, 15)
+    # As if the limit had been this from the start: SLURM itself sends the signal ahead of it.
+    minutes = cluster.state(cut)["RunTime"].split(":")
+    spent = 60 * int(minutes[0][-2:]) + int(minutes[1])
+    cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={spent + 3}")
+    cluster.wait_for(cut, "the time limit is near", 300)
+    cluster.wait_for(cut, "start 2", 300)
+    state = cluster.wait(cut)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cut.log[-4000:]
+    assert "going on after step" in cut.log
+    assert weights(cut.run_dir) == weights(whole.run_dir)
+
+
+def test_scancel_leaves_no_process(cluster, sft):
+    job = cluster.launch(sft("cancelled", 10_000), *TWO_NODES)
+    cluster.wait_for_step(job, 3)
+    cluster.call("scancel", job.number)
+    assert cluster.wait(job, 120)["JobState"] == "CANCELLED"
+    cluster.wait_until_clean()
+
+
+def test_two_jobs_on_one_node_do_not_disturb_each_other(cluster, sft):
+    one = ("--nodes", "1", "--cpus-per-node", "2", "--time", "30", "--sbatch=--nodelist=node2")
+    first = cluster.launch(sft("first", 20), *one)
+    second = cluster.launch(sft("second", 20), *one)
+    cluster.wait_for(first, "head listens")
+    cluster.wait_for(second, "head listens")
+    ended = [cluster.wait(job)["JobState"] for job in (first, second)]
+    assert ended == ["COMPLETED", "COMPLETED"], first.log[-2000:] + second.log[-2000:]
+    assert weights(first.run_dir) == weights(second.run_dir)
+
+
+@pytest.mark.parametrize("lost", ["worker", "head"])
+def test_a_lost_node_requeues_and_the_run_goes_on(cluster, sft, lost):
+    job = cluster.launch(sft(f"lost_{lost}", STEPS), *TWO_NODES)
+    cluster.wait_for_step(job, 25)
+    names = cluster.call("scontrol", "show", "hostnames", cluster.state(job)["NodeList"]).split()
+    node = names[0 if lost == "head" else 1].removeprefix("node")
+    cluster.lab("node-down", node)
+    try:
+        cluster.wait_for(job, "start 2", 400)
+        state = cluster.wait(job)
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), job.log[-4000:]
+        assert f"node{node}" not in cluster.state(job)["NodeList"].split(",")
+        assert "going on after step" in job.log
+    finally:
+        cluster.lab("node-up", node)
+        cluster.lab("wait-idle", "100")
+
+
+def test_a_lost_node_is_replaced_by_the_spare_within_the_job(cluster, sft):
+    job = cluster.launch(sft("spare", STEPS), *TWO_NODES, "--spares", "1")
+    cluster.wait_for_step(job, 25)
+    names = cluster.call("scontrol", "show", "hostnames", cluster.state(job)["NodeList"]).split()
+    # The policy's two ranks are on two of the three; the second is never the head.
+    node = names[1].removeprefix("node")
+    cluster.lab("node-down", node)
+    try:
+        cluster.wait_for(job, "going on without them; spare nodes left: 0", 400)
+        state = cluster.wait(job)
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), job.log[-4000:]
+        assert "going on after step" in job.log
+    finally:
+        cluster.lab("node-up", node)
+        cluster.lab("wait-idle", "100")
+
+
+def test_check_on_nodes_compares_and_measures_them(cluster, sft):
+    config = sft("checked", 3)
+    check = [sys.executable, "-m", "megatron_grpo.cli", "check", str(config), "--json"]
+    srun = ["srun", "--nodes=3", "--ntasks-per-node=1", "--export=ALL"]
+    told = json.loads(cluster.call(*srun, *check, "--on-nodes", limit_s=300))
+    assert told["ok"] is True
+    where = {finding["where"]: finding["text"] for finding in told["findings"]}
+    assert where["3 nodes"].startswith("same code, config, model, data, packages")
+    assert "over 3 nodes (gloo)" in where["all-reduce"]
+    assert "over 3 pairs (gloo)" in where["point to point"]
