@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from megatron_grpo.commands.options import wide_console
+
 if TYPE_CHECKING:
     import torch
 
@@ -154,3 +156,21 @@ def _token_ids(folder: Path, vocab: int) -> tuple[list[int], str]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (96,), generator=generator).tolist()
     return ids, "on random tokens, for want of a tokenizer"
+
+
+@convert.command("list")
+def list_families() -> None:
+    """The model families, and for each what is supported and was verified."""
+    from rich.table import Table
+
+    from megatron_grpo.conversion.support import EVERYWHERE, SUPPORT
+
+    table = Table("family", "models", "verified against Hugging Face under", "refused by name")
+    for family, support in SUPPORT.items():
+        table.add_row(
+            family, support.models, ", ".join(support.layouts), ", ".join(support.refused)
+        )
+    console = wide_console()
+    console.print(table)
+    for line in EVERYWHERE:
+        console.print(line)

@@ -53,7 +53,9 @@ def megatron_logits(
         frequencies = spec.rope.inverse_frequencies(spec.head_dim)
         pack = PackParams(qkv_format="thd")
         pack.lengths = (len(token_ids),)
-        pack.cos, pack.sin = rotary_tables(position_T, frequencies, torch.float32)
+        pack.cos, pack.sin = rotary_tables(
+            position_T, frequencies, torch.float32, spec.rope.attention_scale
+        )
         pack.cu_seqlens_q = pack.cu_seqlens_kv = torch.tensor([0, len(token_ids)]).int()
         pack.max_seqlen_q = pack.max_seqlen_kv = len(token_ids)
         with torch.no_grad():

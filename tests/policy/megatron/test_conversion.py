@@ -101,6 +101,33 @@ def test_a_training_checkpoint_converts_to_what_the_run_exports(
     assert not torch.equal(got["model.norm.weight"], before["model.norm.weight"])
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_logits_under_scaled_rope_equal_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    changes = {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    _, checkpoint = converted(tmp_path, "llama", Layout(), **changes)
+    ids = np.random.default_rng(0).integers(3, 130, 300).tolist()
+    with torch.no_grad():
+        want = tiny_model("llama", **changes)(torch.tensor([ids])).logits[0]
+    (got,) = rank_pool().run(1, conversion_cases.logits_case, checkpoint, ids)
+    assert np.abs(got - want.numpy()).max() < 1e-4
+
+
+def test_dynamic_rope_beyond_its_trained_context_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    source = save_tiny(tmp_path / "hf", "llama", rope_parameters=rope, max_position_embeddings=16)
+    sequences = random_sequences([(10, 7)])
+    with pytest.raises(AssertionError, match="rope_type dynamic: turns positions differently"):
+        rank_pool().run(1, cases.score_case, [Case(source, {}, sequences)], tmp_path)
+
+
 @pytest.mark.parametrize("family", list(CLASSES))
 def test_logits_of_both_models_layer_by_layer_equal_transformers(
     tmp_path: Path, family: Any
