@@ -257,7 +257,7 @@ def write_index(
         index = MetadataIndex(piece.key, offsets)
         places[index] = _StorageInfo(piece.file, piece.start, piece.length)
     nothing = io.BytesIO()
-    torch.save(None, nothing)
+    torch.save([None], nothing)  # Megatron keeps a list of the states that share a key
     empty = f"__0_objects{PIECES_SUFFIX}"
     for key in objects:
         entries[key] = BytesStorageMetadata()
