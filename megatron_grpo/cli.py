@@ -15,6 +15,7 @@ from megatron_grpo.commands.grade import grade
 from megatron_grpo.commands.launch import app as launch
 from megatron_grpo.commands.performance import plan, simulate
 from megatron_grpo.commands.profile import profile
+from megatron_grpo.commands.replay import replay
 from megatron_grpo.commands.rollouts import rollouts
 from megatron_grpo.commands.train import show, train
 from megatron_grpo.errors import GrpoError
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(show)
+app.command()(replay)
 app.command("eval")(evaluate)
 app.command()(grade)
 app.command()(rollouts)

@@ -18,8 +18,8 @@ from megatron_grpo.errors import ConfigError
 
 # Longest wait for Ray's head; a container image may have to be fetched first.
 START_DEADLINE_S = 900
-# Longest wait of the training for nodes and resources: three tries to start Ray, and their pauses.
-JOIN_DEADLINE_S = 300
+# Longest wait of the training for nodes and resources: its tries to start Ray, and their pauses.
+JOIN_DEADLINE_S = 400
 # Nodes write a sign of life every second; the file system may show it late.
 HEARTBEAT_S = 20
 # Ray declares a node dead after 5 missed checks, 3 s apart, each with 10 s to be answered.

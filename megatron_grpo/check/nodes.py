@@ -87,7 +87,7 @@ def check_nodes(path: Path, overrides: Sequence[str], report: Report) -> Report 
     config = load_config(path, list(overrides))
     store = _meet(here)
     seen = _exchange(store, here, what_is_seen(config))
-    shared = _shared_folder(store, here, config)
+    shared = list(_shared_folder(store, here, config))  # every node has to take part
     speeds = _measure(store, here)
     store.set(f"done/{here.rank}", "1")
     if here.rank:

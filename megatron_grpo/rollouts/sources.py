@@ -50,7 +50,7 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Counts at the last `metrics`."""
+    """Counts when the last step was taken."""
 
     dropped_stale: int = 0
     replaced: int = 0
@@ -115,6 +115,7 @@ class LiveSource:
         # Held while a group moves from the collector to the buffer, and while both are looked at.
         self._moving = threading.Lock()
         self._seen = _Seen()
+        self._metrics: dict[str, float] = {}
         self._thread = threading.Thread(target=self._collect, name="collector", daemon=True)
 
     def next_groups(self) -> list[RolloutGroup]:
@@ -123,7 +124,9 @@ class LiveSource:
         Raises:
             RolloutError: late, naming what was waited for; or whatever ended the collecting thread.
         """
-        return self._buffer.take(self._deadline_s + _GRACE_S, self._activity)
+        groups = self._buffer.take(self._deadline_s + _GRACE_S, self._activity)
+        self._metrics = self._since_last_step()
+        return groups
 
     def pause(self) -> None:
         """Make ready for new weights, as `weights.running_requests` says; `published` ends it.
@@ -212,7 +215,10 @@ class LiveSource:
         return self._collector.spans
 
     def metrics(self) -> dict[str, float]:
-        """What happened beside the groups that were taken, since the last call."""
+        """What happened beside the groups of the last step, up to when they were taken."""
+        return dict(self._metrics)
+
+    def _since_last_step(self) -> dict[str, float]:
         counts, before = self._buffer.counts(), self._seen
         self._seen = _Seen(counts.dropped_stale, counts.replaced, self._collector.num_interrupted)
         return {

@@ -123,8 +123,8 @@ class RayCluster:
         self._placement = placement
         self._members: list[Member] = []
         self._group: PlacementGroup | None = None
-        _connect(config, placement)
-        _keep_our_handlers()
+        with _our_signal_handlers():
+            _connect(config, placement)
         try:
             self._placement = assign(placement, _wait_for_nodes(config))
             self._group = self._reserve(self._placement)
@@ -299,11 +299,21 @@ def _children_in_a_group_of_their_own() -> Iterator[None]:
             placeholder.kill()
 
 
-def _keep_our_handlers() -> None:
-    """Ray puts handlers of its own below Python's, which end the process with a stack trace."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.getsignal(number))
+@contextmanager
+def _our_signal_handlers() -> Iterator[None]:
+    """What listens to signals before the block does so after it. Ray puts handlers of its own in
+    place, in Python and below it, that end the process on the spot.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _import_path() -> dict[str, str]:

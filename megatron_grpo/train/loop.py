@@ -54,6 +54,25 @@ class Progress(Protocol):
         ...
 
 
+class Learns(Protocol):
+    """What the training part of a step needs; a Run, or a replay."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+    @property
+    def policy(self) -> PolicyBackend: ...
+
+    @property
+    def phases(self) -> Phases: ...
+
+    @property
+    def reference(self) -> ReferenceScorer | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """The parts of one run, assembled (train.assemble) or faked (tests).
@@ -116,7 +135,7 @@ def one_step(run: Run, step: int) -> StepRecord:
 
 
 def train_on(
-    run: Run, groups: list[RolloutGroup]
+    run: Learns, groups: list[RolloutGroup]
 ) -> tuple[list[RolloutGroup], TrainBatch, StepStats, UpdateStats]:
     """The training part of a step: what it needs of the groups, gradients, update."""
     if run.reference is not None:
@@ -155,7 +174,7 @@ def state_of(run: Run, step: int) -> RunState:
     )
 
 
-def learn(run: Run, batch: TrainBatch) -> tuple[StepStats, UpdateStats]:
+def learn(run: Learns, batch: TrainBatch) -> tuple[StepStats, UpdateStats]:
     """Gradients and update. A batch that trains no token is skipped whole: an optimizer moves
     weights by its momentum even where the gradient is 0. Such steps are counted as `empty_batch`.
     """
@@ -169,7 +188,7 @@ def learn(run: Run, batch: TrainBatch) -> tuple[StepStats, UpdateStats]:
 
 
 def learn_step(
-    run: Run, groups: Sequence[RolloutGroup], batch: TrainBatch
+    run: Learns, groups: Sequence[RolloutGroup], batch: TrainBatch
 ) -> tuple[StepStats, UpdateStats]:
     """Learn from the step's `groups`, which `batch` holds, in one update or as many as the
     algorithm says."""

@@ -44,12 +44,20 @@ class StepRecord:
     def step_s(self) -> float:
         return sum(self.seconds.values())
 
+    @property
+    def generation_s(self) -> float:
+        """Seconds that its rollouts had: rollouts with an age were made beside the steps before, so
+        all of a step's time is theirs.
+        """
+        beside = self.metrics.get("staleness_max", 0) > 0
+        return self.step_s if beside else self.seconds.get("generate", 0.0)
+
     def values(self) -> dict[str, float]:
         """Flat name -> number, as logged."""
         spent = {f"seconds/{phase}": value for phase, value in self.seconds.items()}
         generated: dict[str, float] = {}
         if self.generated_tokens:
-            per_s = rate(self.generated_tokens, self.seconds, ("generate",))
+            per_s = self.generated_tokens / self.generation_s if self.generation_s else 0.0
             generated = {
                 "generated_tokens": self.generated_tokens,
                 "generated_tokens_per_s": per_s,

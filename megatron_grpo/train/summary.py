@@ -69,6 +69,7 @@ def summarize(
         for phase, spent in part.items():
             seconds[phase] = seconds.get(phase, 0.0) + spent
     generated = sum(record.generated_tokens for record in records)
+    generation_s = sum(record.generation_s for record in records)
     trained = sum(record.trained_tokens for record in records)
     learned = [r for r in records if "logprob_abs_diff_mean" in r.metrics]
     weighted = sum(r.metrics["logprob_abs_diff_mean"] * r.generated_tokens for r in learned)
@@ -93,7 +94,7 @@ def summarize(
         logprob_abs_diff_mean=weighted / scored if scored else 0.0,
         logprob_abs_diff_max=max((r.metrics["logprob_abs_diff_max"] for r in learned), default=0.0),
         generated_tokens=generated,
-        generated_tokens_per_s=rate(generated, seconds, ("generate",)),
+        generated_tokens_per_s=generated / generation_s if generation_s else 0.0,
         trained_tokens=trained,
         trained_tokens_per_s=rate(trained, seconds, TRAINING_PHASES),
         step_s_median=steps[len(steps) // 2],

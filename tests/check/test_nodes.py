@@ -93,7 +93,7 @@ def test_three_processes_compare_themselves_and_measure_their_links(tmp_path):
         "run_dir": str(tmp_path / "runs" / "x"),
         "steps": 1,
         "model": {"path": str(model)},
-        "task": {"type": "chats", "path": "shipped:chats"},
+        "task": {"type": "chats", "path": "shipped:chats", "max_row_tokens": 256},
         "algorithm": {"type": "sft"},
         "policy": {"type": "reference"},
     }

@@ -37,6 +37,7 @@ def config_for(model: Path, run_dir: Path, policy: str = "megatron") -> RunConfi
             "heldout_rows": 4,
         },
         "sampling": {"max_new_tokens": 12},
+        "weights": {"running_requests": "keep"},  # as the simulator has it
         "rollouts": {
             "groups_per_step": 3,
             "group_size": 4,

@@ -49,7 +49,7 @@ def test_a_ray_that_does_not_come_up_at_first_is_started_again(tmp_path):
     (job.fake / "slow").touch()
     log = job.finish(process := job.start("exit 0"))
     assert process.returncode == 0, log
-    assert "Ray did not start (try 1 of 3)" in log
+    assert "Ray did not start (try 1 of 5)" in log
 
 
 def test_a_job_restarted_after_its_training_was_done_does_nothing(tmp_path):

@@ -79,10 +79,10 @@ def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft)
     assert cluster.wait(whole)["JobState"] == "COMPLETED", whole.log[-4000:]
     cut = cluster.launch(sft("cut", STEPS), *TWO_NODES)
     cluster.wait_for_step(cut, 15)
-    # As if the limit had been this from the start: SLURM itself sends the signal ahead of it.
-    minutes = cluster.state(cut)["RunTime"].split(":")
-    spent = 60 * int(minutes[0][-2:]) + int(minutes[1])
-    cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={spent + 3}")
+    # A new limit three minutes from now: SLURM itself sends the signal ahead of it.
+    hours, minutes, _ = cluster.state(cut)["RunTime"].rpartition("-")[2].split(":")
+    limit = 60 * int(hours) + int(minutes) + 3
+    cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={limit}")
     cluster.wait_for(cut, "the time limit is near", 300)
     cluster.wait_for(cut, "start 2", 300)
     state = cluster.wait(cut)

@@ -59,12 +59,19 @@ def test_ages_are_counted_per_token():
     batch = Grpo(GrpoConfig()).make_batch(groups, BatchShape())
     for rollout in groups[0].rollouts:
         rollout.versions[rollout.loss_mask] = 1
-    tokens = [sum(r.num_trained_tokens for r in group.rollouts) for group in groups]
+    tokens = tokens_of(groups)
     stats, update = StepStats(0.0, {}, {}, 0.0), UpdateStats(0.0, 0.0, 0.0)
-    metrics = step_record(3, groups, batch, stats, update, {}).metrics
+    record = step_record(3, groups, batch, stats, update, {"generate": 1.0, "optimizer": 3.0})
+    # Made beside the steps before, so the rate is over the whole step.
+    assert record.values()["generated_tokens_per_s"] == pytest.approx(sum(tokens_of(groups)) / 4)
+    metrics = record.metrics
     share = tokens[0] / sum(tokens)
     assert metrics["staleness/0"] == 0
     assert metrics["staleness/1"] == pytest.approx(share)
     assert metrics["staleness/2"] == pytest.approx(1 - share)
     assert metrics["staleness_mean"] == pytest.approx(2 - share)
     assert metrics["staleness_max"] == 2
+
+
+def tokens_of(groups) -> list[int]:
+    return [sum(r.num_trained_tokens for r in group.rollouts) for group in groups]

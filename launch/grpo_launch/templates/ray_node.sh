@@ -109,8 +109,9 @@ run_ray() {
     set -- --address="$head" "$@"
   fi
   trap 'ended=1; kill -TERM $child 2>/dev/null' TERM
-  # Ray gives itself 30 s to start, which a busy machine or a head with many nodes can exceed.
-  for try in 1 2 3; do
+  # Ray gives itself 30 s to start and its helpers 15 s, which a busy machine, a slow file system or a
+  # head with many nodes can exceed.
+  for try in 1 2 3 4 5; do
     "$python" -m ray.scripts.scripts start --temp-dir="$folder" "$@" >"$log" 2>&1 &
     child=$!
     while kill -0 $child 2>/dev/null; do
@@ -128,7 +129,7 @@ run_ray() {
     status=$?
     [ "$(control)" = down ] && ended=1
     if [ $ended = 1 ] || grep -q "Ray runtime started" "$log"; then break; fi
-    say "Ray did not start (try $try of 3); the end of $log:"
+    say "Ray did not start (try $try of 5); the end of $log:"
     tail -n 3 "$log"
   done
   if [ $ended = 1 ]; then

@@ -1,0 +1,113 @@
+"""`train` with generation ahead of training: every rule for running requests, on real models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny import save_tiny
+from toy import EOS, save_toy_tokenizer
+from transformers import GenerationConfig
+
+from megatron_grpo.config.base import validate
+from megatron_grpo.config.run import RunConfig
+from megatron_grpo.rollouts.zarr_store import ZarrStore
+from megatron_grpo.train.assemble import run_training
+
+STEPS = 4
+BUDGET = 12
+REFERENCE = {
+    "policy": {
+        "type": "reference",
+        "microbatch_tokens": 256,
+        "optimizer": {"learning_rate": 1e-3},
+    },
+    "generator": {"type": "reference", "max_model_tokens": 128},
+}
+REAL = {
+    "policy": {
+        "type": "megatron",
+        "dtype": "float32",
+        "microbatch_tokens": 256,
+        "optimizer": {"learning_rate": 1e-3},
+    },
+    "generator": {
+        "type": "vllm",
+        "dtype": "float32",
+        "max_model_tokens": 128,
+        "kv_cache_bytes": 64 << 20,
+        "threads": 1,
+    },
+}
+CASES = {
+    "finish": REFERENCE,
+    "keep_cache": REFERENCE,
+    "abort": {
+        **REFERENCE,
+        "rollouts": {"max_staleness": 1, "oversample": 1.5},
+        "algorithm": {"correction": "truncated", "updates_per_step": 2},
+    },
+    "keep": REAL,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = save_tiny(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
+    save_toy_tokenizer(folder)
+    GenerationConfig(eos_token_id=EOS).save_pretrained(folder)
+    return folder
+
+
+def values(rule: str, model: Path, folder: Path) -> dict:
+    case = CASES[rule]
+    shape = {"groups_per_step": 2, "group_size": 3, "max_prompt_tokens": 96, "max_staleness": 1}
+    return {
+        "name": "ahead",
+        "run_dir": str(folder),
+        "steps": STEPS,
+        "model": {"path": str(model)},
+        "task": {
+            "type": "reasoning_gym",
+            "name": "chain_sum",
+            "parameters": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            "rows": 60,
+            "heldout_rows": 2,
+            "reward": "end_to_end.digit_reward:even_digits",
+        },
+        "sampling": {"temperature": 0.7, "max_new_tokens": BUDGET},
+        "weights": {"running_requests": rule},
+        "evaluation": {"samples": 1},
+        **case,
+        "rollouts": {**shape, **case.get("rollouts", {})},
+    }
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(r, marks=pytest.mark.slow if CASES[r] is REAL else ()) for r in CASES]
+)
+def test_tokens_are_at_most_one_version_old_and_each_step_says_so(rule, model, tmp_path):
+    folder = tmp_path / "run"
+    run_training(validate(RunConfig, values(rule, model, folder), "test"), Console(quiet=True))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = {line["step"]: line for line in lines if "loss" in line}
+    store = ZarrStore(folder / "rollouts")
+    assert store.steps() == sorted(records) == list(range(1, STEPS + 1))
+    prompts: list[str] = []
+    for step, record in records.items():
+        rollouts = [r for group in store.read(step) for r in group.rollouts]
+        prompts += [group.prompt.prompt_id for group in store.read(step)]
+        ages = step - 1 - np.concatenate([r.versions[r.loss_mask] for r in rollouts])
+        assert len(rollouts) == 6 and ages.min() >= 0 and ages.max() <= 1
+        assert all(1 <= r.num_trained_tokens <= BUDGET for r in rollouts)
+        assert record["staleness_max"] == ages.max()
+        assert record["staleness/0"] == pytest.approx((ages == 0).mean())
+        assert 0 < record["effective_sample_fraction"] <= 1.0001
+        assert 0.5 < record["ratio_p50"] < 2
+        if rule == "finish":  # no rollout mixes versions
+            assert all(len(set(r.versions[r.loss_mask])) == 1 for r in rollouts)
+    assert len(set(prompts)) == 2 * STEPS  # none twice
+    assert max(record["staleness_max"] for record in records.values()) == 1  # it did run ahead
