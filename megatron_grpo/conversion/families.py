@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_grpo.config import ModelShape
-from megatron_grpo.conversion.rope import Rope
 from megatron_grpo.conversion.rules import Direct, FusedGateUp, FusedQKV, Layers, Vocabulary
 
 LAYER = "decoder.layers.{layer}."
@@ -76,6 +75,42 @@ FAMILIES = MappingProxyType(
         )
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions. `kind` is "default", "linear", "dynamic", "yarn" or "llama3"; the rest is
+    used by the kinds that need it.
+
+    Attributes:
+        base: theta.
+        factor: context extension.
+        low_freq_factor, high_freq_factor: of "llama3".
+        original_positions: trained context, of "llama3", "yarn" and "dynamic".
+        beta_fast, beta_slow: turns over the trained context between which "yarn" blends.
+        truncate: "yarn" rounds the blended range to whole dimensions.
+        attention_scale: cosines and sines are multiplied by it ("yarn").
+    """
+
+    base: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_scale: float = 1.0
+
+    @property
+    def longest(self) -> int | None:
+        """Longest sequence these frequencies are right for; None: any.
+
+        "dynamic" raises the base with the length of the sequence, but only beyond the trained
+        context; up to there it is the plain rope, and this is the part that is supported.
+        """
+        return self.original_positions if self.kind == "dynamic" else None
 
 
 @dataclass(frozen=True, slots=True)

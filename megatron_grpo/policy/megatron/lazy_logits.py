@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_grpo.config import MegatronPolicyConfig
 from megatron_grpo.conversion.lazy_model import read_on_entry
 from megatron_grpo.conversion.megatron_folder import MegatronFolder
+from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.conversion.sharding import shard_of
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.attention import PackParams, rotary_tables
@@ -50,7 +51,7 @@ def megatron_logits(
             named = module.named_parameters()
             read_on_entry(module, {name: reader(bound[id(p)]) for name, p in named})
         position_T = torch.arange(len(token_ids))
-        frequencies = spec.rope.inverse_frequencies(spec.head_dim)
+        frequencies = inverse_frequencies(spec.rope, spec.head_dim)
         pack = PackParams(qkv_format="thd")
         pack.lengths = (len(token_ids),)
         pack.cos, pack.sin = rotary_tables(
