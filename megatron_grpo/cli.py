@@ -13,6 +13,7 @@ from megatron_grpo.commands.evaluate import evaluate
 from megatron_grpo.commands.grade import grade
 from megatron_grpo.commands.launch import app as launch
 from megatron_grpo.commands.performance import plan, simulate
+from megatron_grpo.commands.plan_weights import plan_weights
 from megatron_grpo.commands.profile import profile
 from megatron_grpo.commands.replay import replay
 from megatron_grpo.commands.rollouts import rollouts
@@ -34,6 +35,7 @@ app.command()(grade)
 app.command()(rollouts)
 app.command()(plan)
 app.command()(simulate)
+app.command()(plan_weights)
 app.command()(profile)
 app.command()(check)
 app.add_typer(launch, name="launch")

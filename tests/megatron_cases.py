@@ -22,6 +22,8 @@ from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
 from megatron_grpo.errors import ConfigError, GrpoError
 from megatron_grpo.policy.megatron.backend import MegatronRank
 from megatron_grpo.policy.megatron.export import gathered_tensors
+from megatron_grpo.protocols import PushReport
+from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.rendezvous import Rendezvous
 
 DEADLINE_S = 45.0
@@ -300,15 +302,20 @@ def export_case(rank: int, world: int, case: Case, folder: Path, target: Path) -
         policy.export(target)
 
 
-def manifest_case(rank: int, world: int, case: Case, folder: Path) -> tuple[Any, list[Any]]:
-    """What each rank says it will send, and what it then streams in bfloat16."""
+def exchange_case(
+    rank: int, world: int, case: Case, folder: Path, target: Path, exchanges: list[Exchange]
+) -> list[PushReport]:
+    """Train a step, export, then push to one fleet after the other."""
     with running(rank, world, case, folder) as policy:
-        manifest = policy.weight_manifest("bfloat16")
-        parts = policy._started
-        streamed = []
-        for name, tensor in gathered_tensors(parts.bound, parts.spec, torch.bfloat16):
-            streamed.append((name, tuple(tensor.shape), str(tensor.dtype)))
-        return manifest, streamed
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        policy.forward_backward(mine, 1.0, case.loss)
+        policy.optimizer_step()
+        policy.export(target)
+        reports = []
+        for exchange in exchanges:
+            policy.connect_weights(exchange)
+            reports.append(policy.push_weights(1))
+        return reports
 
 
 def norms_case(rank: int, world: int, case: Case, folder: Path) -> list[float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from megatron_grpo.check.findings import Finding, Subject
-from megatron_grpo.config import ReasoningGymTask
+from megatron_grpo.config import ChatTask, ReasoningGymTask
 from megatron_grpo.config.data import ProblemTask
 from megatron_grpo.environments.data.tables import field, read_rows
 from megatron_grpo.environments.gym_problems import generate_problems
@@ -30,6 +30,12 @@ def check_task(subject: Subject) -> Iterator[Finding]:
         yield from _check_problems(task)
     elif isinstance(task, ProblemTask):
         yield from _check_sources(task)
+    elif isinstance(task, ChatTask) and task.prompt and task.response:
+        rows = list(islice(read_rows(task.path, task.files, "task.path"), _ROWS_ASKED))
+        for row in rows:
+            for path in (task.prompt, task.response):
+                field(row, path, "task", task.path)
+        yield Finding("ok", "task", f"{task.path} has {task.prompt} and {task.response}")
     else:
         yield from _check_rows(task.path, _FIELDS[task.type], task.heldout_rows)
 

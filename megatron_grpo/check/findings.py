@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -79,7 +79,12 @@ def run_rules(rules: Sequence[Rule], subject: Subject) -> Report:
         except GrpoError as error:
             answers = list(problems_of(error))
         found += [Finding(a.level, a.where, a.text, a.remedy, a.rule or rule.name) for a in answers]
-    return Report(tuple(sorted(found, key=lambda finding: _ORDER.index(finding.level))))
+    return report_of(found)
+
+
+def report_of(findings: Iterable[Finding]) -> Report:
+    """Problems first, otherwise as found."""
+    return Report(tuple(sorted(findings, key=lambda finding: _ORDER.index(finding.level))))
 
 
 def problems_of(error: GrpoError, rule: str = "") -> Iterator[Finding]:

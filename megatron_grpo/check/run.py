@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_grpo.check.findings import Report, Subject, problems_of, run_rules
+from megatron_grpo.check.findings import Finding, Report, Subject, problems_of, report_of, run_rules
 from megatron_grpo.check.rules import RULES
 from megatron_grpo.config import load_config
 from megatron_grpo.errors import ConfigErrors
@@ -27,4 +28,12 @@ def check_config(
         config = load_config(path, list(overrides))
     except ConfigErrors as error:
         return Report(tuple(problems_of(error, "config")))
-    return run_rules(RULES, Subject(config, nodes, gpus_per_node, gpu))
+    names = [f"stage {stage.name}: " for stage in config.stages] or [""]
+    found: dict[Finding, None] = {}
+    for name, stage in zip(names, config.stage_configs(), strict=True):
+        report = run_rules(RULES, Subject(stage, nodes, gpus_per_node, gpu))
+        known = {replace(finding, where="") for finding in found}
+        for finding in report.findings:  # what was said of an earlier stage is not said again
+            if replace(finding, where="") not in known:
+                found[replace(finding, where=f"{name}{finding.where}")] = None
+    return report_of(found)

@@ -18,17 +18,14 @@ from megatron_grpo.config.data import DialogueTask, MathTask, ProblemData, Probl
 from megatron_grpo.config.grading import GradingConfig
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
 from megatron_grpo.config.run import (
-    ChatTask,
-    DataTask,
     EvaluationConfig,
-    PreferenceTask,
-    ReasoningGymTask,
     RolloutsConfig,
     RunConfig,
     SamplingConfig,
     dump_config,
     load_config,
 )
+from megatron_grpo.config.tasks import ChatTask, DataTask, PreferenceTask, ReasoningGymTask
 
 __all__ = [
     "AlgorithmConfig",

@@ -178,6 +178,10 @@ class VllmGeneratorConfig(Section):
     type: Literal["vllm"] = "vllm"
     engines: PositiveInt = 1
     tensor: PositiveInt = 1
+    expert: bool = False
+    """Spread the experts of a mixture whole over an engine's workers instead of cutting each."""
+    colocated: bool = False
+    """Policy and engines take turns on the same devices: engines sleep while the policy trains."""
     dtype: DType = "auto"
     max_model_tokens: PositiveInt = 1024
     """Prompt plus completion, in tokens."""
@@ -208,11 +212,14 @@ GeneratorConfig = Annotated[
 class WeightsConfig(Section):
     """How the policy's weights reach the engines."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl when policy and engines have GPUs, else gloo."""
+    backend: Literal["auto", "gloo", "nccl", "disk"] = "auto"
+    """auto: nccl when policy and engines have GPUs, else gloo. disk: through a folder of the run,
+    which all nodes must share; slower, but needs no network between policy and engines."""
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""
+    verify: Literal["every", "first", "never"] = "first"
+    """Which pushes end with a check that the engines hold, tensor by tensor, what was sent."""
     running_requests: RunningRequests = "finish"
     """What becomes of rollouts being generated when new weights are ready; without
     rollouts.max_staleness there are none. finish: the push waits for them. abort: they are cut off,

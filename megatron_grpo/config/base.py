@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar, Union
 
@@ -158,7 +158,17 @@ def validate(cls: type[SectionT], values: Mapping[str, Value], source: str) -> S
     try:
         return cls.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigErrors([_explain(cls, dict(item), source) for item in error.errors()]) from None
+        raise ConfigErrors(
+            [one for item in error.errors() for one in _explained(cls, dict(item), source)]
+        ) from None
+
+
+def _explained(
+    root: type[Section], item: Mapping[str, object], source: str
+) -> Sequence[ConfigError]:
+    inner = typing.cast(Mapping[str, object], item.get("ctx") or {}).get("error")
+    # A config made of this one (a stage) has said already where each of its problems is.
+    return inner.errors if isinstance(inner, ConfigErrors) else [_explain(root, item, source)]
 
 
 def _explain(root: type[Section], item: Mapping[str, object], source: str) -> ConfigError:

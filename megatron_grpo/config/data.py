@@ -43,6 +43,13 @@ class ProblemData(Section):
     """Instead of the task's; DAPO's questions, say, bring their own instruction."""
 
 
+class Example(Section):
+    """One exchange that is shown before the question."""
+
+    user: str
+    assistant: str
+
+
 class ProblemTask(Section):
     """Problems from files, for a task that says how they are answered."""
 
@@ -56,6 +63,8 @@ class ProblemTask(Section):
     system_prompt: str | None = None
     prompt_suffix: str = ""
     """Appended to every question, e.g. an instruction how to answer."""
+    examples: list[Example] = Field(default_factory=list)
+    """Turns between the system prompt and the question: few-shot examples."""
     min_prompt_tokens: PositiveInt = 1
     """Shorter prompts are left out and counted; rollouts.max_prompt_tokens bounds the length."""
 

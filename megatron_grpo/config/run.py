@@ -8,9 +8,9 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
 from megatron_grpo.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
@@ -29,13 +29,14 @@ from megatron_grpo.config.base import (
     PositiveInt,
     Section,
     apply_overrides,
-    parse_scalar,
+    merge,
     read_yaml,
-    tag_of,
     validate,
 )
 from megatron_grpo.config.checkpoint import CheckpointConfig
-from megatron_grpo.config.data import DialogueTask, MathTask, ProblemTask
+from megatron_grpo.config.data import ProblemTask
+from megatron_grpo.config.stages import Stage
+from megatron_grpo.config.tasks import TASKS_OF, DataTask, ReasoningGymTask, TaskConfig
 from megatron_grpo.errors import ConfigError
 
 
@@ -64,86 +65,6 @@ class SamplingConfig(Section):
                 remedy="drop it, and lower temperature if samples are too wild",
             )
         return self
-
-
-class RewardExample(Section):
-    """What a reward function should say; `megatron-grpo check` asks it."""
-
-    response: str
-    answer: str
-    reward: float
-    metadata: str = "{}"
-
-
-class ReasoningGymTask(Section):
-    """A task of the reasoning-gym package by its name, generated on the fly."""
-
-    type: Literal["reasoning_gym"] = "reasoning_gym"
-    name: str
-    """A data set of reasoning-gym, e.g. chain_sum."""
-    parameters: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own settings, e.g. {min_terms: 2, max_terms: 2}; unknown ones are refused."""
-    rows: PositiveInt = 1000
-    """Problems generated before the split; duplicates (same question) are dropped."""
-    heldout_rows: PositiveInt = 64
-    """Set aside for evaluation; no question of theirs is trained on."""
-    seed: NonNegativeInt = 0
-    system_prompt: str | None = None
-    prompt_suffix: str = ""
-    """Appended to every question, e.g. an instruction how to answer."""
-    reward: str = "megatron_grpo.environments.rewards:last_number"
-    """Import path `module:function` of (response: str, answer: str, metadata: str) -> float."""
-    reward_examples: tuple[RewardExample, ...] = ()
-    """Looked at by `megatron-grpo check` alone."""
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _read_text(cls, parameters: object) -> object:
-        """Values from the command line are text; what they mean is the task's business, so YAML
-        decides.
-        """
-        if not isinstance(parameters, dict):
-            return parameters
-        return {key: parse_scalar(value) for key, value in parameters.items()}
-
-
-class DataTask(Section):
-    """Rows of a JSON lines file instead of problems to sample answers for."""
-
-    path: str
-    """The file, or `shipped:NAME` for a small set that comes with this package."""
-    heldout_rows: PositiveInt = 16
-    """Set aside for evaluation, chosen by the seed."""
-    seed: NonNegativeInt = 0
-    max_row_tokens: PositiveInt = 1024
-    """Longer dialogues (of a pair: if either is longer) are left out and counted."""
-
-
-class ChatTask(DataTask):
-    """Dialogues to imitate, one per line: {"messages": [{"role": ..., "content": ...}, ...]}."""
-
-    type: Literal["chats"] = "chats"
-
-
-class PreferenceTask(DataTask):
-    """Pairs, one per line: {"prompt": [messages], "chosen": text, "rejected": text}."""
-
-    type: Literal["preferences"] = "preferences"
-
-
-TaskConfig = Annotated[
-    Annotated[ReasoningGymTask, Tag("reasoning_gym")]
-    | Annotated[MathTask, Tag("math")]
-    | Annotated[DialogueTask, Tag("dialogue")]
-    | Annotated[ChatTask, Tag("chats")]
-    | Annotated[PreferenceTask, Tag("preferences")],
-    Discriminator(tag_of("reasoning_gym")),
-]
-_TASKS_OF = {
-    "grpo": ("reasoning_gym", "math", "dialogue"),
-    "sft": ("chats",),
-    "dpo": ("preferences",),
-}
 
 
 class RolloutsConfig(Section):
@@ -202,6 +123,8 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
+    stages: list[Stage] = Field(default_factory=list)
+    """Parts of the run under settings of their own, one after the other; docs/deepscaler.md."""
 
     @property
     def folder(self) -> Path:
@@ -222,9 +145,35 @@ class RunConfig(Section):
         path = self.algorithm.reference_path
         return self.model.folder if path is None else path.expanduser()
 
+    def stage_configs(self) -> list[RunConfig]:
+        """What is trained, stage by stage: configs of the same run whose `steps` are those at the
+        stage's end. The run itself where it has no stages.
+        """
+        if not self.stages:
+            return [self]
+        base, ends = self.model_dump(mode="json"), 0
+        configs: list[RunConfig] = []
+        for stage in self.stages:
+            ends += stage.steps
+            changes = stage.model_dump(mode="json", exclude={"name", "steps"})
+            values = merge(base, {k: v for k, v in changes.items() if v})
+            values |= {"steps": ends, "stages": []}
+            configs.append(validate(RunConfig, values, f"stage {stage.name}"))
+        return configs
+
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        wanted = _TASKS_OF[self.algorithm.type]
+        if self.stages:
+            total = sum(stage.steps for stage in self.stages)
+            if total != self.steps:
+                raise ConfigError(
+                    "steps",
+                    f"is not the sum of its stages, {total}",
+                    found=self.steps,
+                    remedy=f"set it to {total}",
+                )
+            self.stage_configs()
+        wanted = TASKS_OF[self.algorithm.type]
         if self.task.type not in wanted:
             raise ConfigError(
                 "task.type",
@@ -248,7 +197,25 @@ class RunConfig(Section):
             self._check_data(self.task)
         else:
             self._check_sampled(self.task)
+            self._check_turns()
         return self
+
+    def _check_turns(self) -> None:
+        """Colocated policy and engines never work at the same moment."""
+        if not isinstance(self.generator, VllmGeneratorConfig) or not self.generator.colocated:
+            return
+        for key, value in (
+            ("rollouts.max_staleness", self.rollouts.max_staleness),
+            ("cluster.gpus_per_rank", self.cluster.gpus_per_rank),
+        ):
+            if value:
+                raise ConfigError(
+                    key,
+                    "must be 0 where generator.colocated is true: engines sleep while the policy "
+                    "trains, and sharing a GPU has not been built",
+                    found=value,
+                    remedy="set it to 0, or generator.colocated to false",
+                )
 
     def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
         sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)

@@ -6,13 +6,9 @@ tensor table follows from the flags; the rules themselves are in `rules` and wor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-
-import torch
-from torch import Tensor
 
 from megatron_grpo.config import ModelShape
 from megatron_grpo.conversion.rules import Direct, FusedGateUp, FusedQKV, Layers, Vocabulary
@@ -98,25 +94,6 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
-
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """[head_dim / 2] fp32 radians per position.
-
-        base^(-2i/d), divided by the factor under "linear"; under "llama3" (Grattafiori et al.
-        2024, arXiv:2407.21783, section 3.4.3, as published with the weights) long wavelengths
-        are divided by the factor, short ones kept, and those between blended linearly in
-        original_positions / wavelength.
-        """
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / (self.base**exponents)
-        if self.kind == "linear":
-            return frequencies / self.factor
-        if self.kind == "llama3":
-            turns = self.original_positions * frequencies / (2 * math.pi)
-            span = self.high_freq_factor - self.low_freq_factor
-            kept = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
-            return frequencies / self.factor * (1 - kept) + frequencies * kept
-        return frequencies
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the rules are data as well, for planning where there is no torch
+    from torch import Tensor
 
 # Which layers of a model have a parameter: those with one MLP are dense, those with experts sparse.
 Layers = Literal["every", "dense", "sparse"]
@@ -58,6 +58,11 @@ class Direct:
         """Whether every expert of a layer has one of its own."""
         return "{expert}" in self.megatron
 
+    @property
+    def layered(self) -> bool:
+        """Whether every layer (of some kind) has one of its own."""
+        return "{layer}" in self.megatron
+
     def hf_names(self, layer: int, expert: int = 0) -> list[str]:
         """The Hugging Face tensors of one layer (and expert)."""
         return [name.format(layer=layer, expert=expert) for name in self.hf]
@@ -94,7 +99,7 @@ class FusedQKV(Direct):
         q = q.reshape(-1, heads.queries_per_group * heads.head_dim, *rest)
         k = k.reshape(-1, heads.head_dim, *rest)
         v = v.reshape(-1, heads.head_dim, *rest)
-        return torch.cat([q, k, v], dim=1).reshape(-1, *rest)
+        return _joined([q, k, v], 1).reshape(-1, *rest)
 
     def unpack(self, shard: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
         rest = shard.shape[1:]
@@ -109,7 +114,17 @@ class FusedGateUp(Direct):
     """Gate and up projection of a gated MLP: each rank holds [its gate rows; its up rows]."""
 
     def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
-        return torch.cat(list(parts), dim=0)
+        return _joined(parts, 0)
 
     def unpack(self, shard: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
         return tuple(shard.chunk(2, dim=0))
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    whole, end = parts[0].new_empty(shape), 0
+    for part in parts:
+        whole.narrow(axis, end, part.shape[axis]).copy_(part)
+        end += part.shape[axis]
+    return whole

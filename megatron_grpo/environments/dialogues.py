@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from megatron_grpo.config import ChatTask, DataTask, PreferenceTask
-from megatron_grpo.config.base import Section, validate
+from megatron_grpo.config.base import Section, Value, validate
 from megatron_grpo.environments.chat import ChatTokenizer, Message
+from megatron_grpo.environments.data.tables import field, read_rows
 from megatron_grpo.errors import ConfigError, RolloutError
 from megatron_grpo.types import Prompt, Reward, Rollout, RolloutGroup
 
@@ -86,7 +87,16 @@ def load_data(task: ChatTask | PreferenceTask, tokenizer: ChatTokenizer) -> Data
 
 
 def _rows(task: DataTask, kind: type[Section]) -> Iterator[tuple[str, Section]]:
-    """(row id, row) of every line that is not blank."""
+    """(row id, row) of every row."""
+    if isinstance(task, ChatTask) and task.prompt is not None:
+        yield from _question_rows(task)
+        return
+    if not task.path.startswith(_SHIPPED) and not task.path.endswith(".jsonl"):
+        for number, values in enumerate(read_rows(task.path, task.files, "task.path")):
+            where = f"{task.path}:{number}"
+            known = {key: values[key] for key in kind.model_fields if key in values}
+            yield where, validate(kind, cast(dict[str, Value], known), where)
+        return
     name, text = _read(task.path)
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -99,6 +109,21 @@ def _rows(task: DataTask, kind: type[Section]) -> Iterator[tuple[str, Section]]:
         if not isinstance(values, dict):
             raise ConfigError(where, "must be a JSON object", found=type(values).__name__)
         yield where, validate(kind, values, where)
+
+
+def _question_rows(task: ChatTask) -> Iterator[tuple[str, Section]]:
+    """Rows of a question and an answer as dialogues; rows that lack either are left out."""
+    system = [] if task.system_prompt is None else [("system", task.system_prompt)]
+    for number, values in enumerate(read_rows(task.path, task.files, "task.path")):
+        where = f"{task.path}:{number}"
+        turns = list(system)
+        for role, key in (("user", "prompt"), ("assistant", "response")):
+            path = task.prompt if key == "prompt" else task.response
+            said = field(values, path or key, f"task.{key}", task.path)
+            turns.append((role, said if isinstance(said, str) else ""))
+        if all(content for _, content in turns):
+            rows = [{"role": role, "content": content} for role, content in turns]
+            yield where, ChatRow.model_validate({"messages": rows})
 
 
 def _read(path: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
@@ -21,17 +22,23 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megatron_grpo.config import ModelConfig, SamplingConfig, VllmGeneratorConfig, WeightsConfig
+from megatron_grpo.config import (
+    ModelConfig,
+    RunningRequests,
+    SamplingConfig,
+    VllmGeneratorConfig,
+)
+from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import RolloutError, WeightExchangeError
 from megatron_grpo.generation.engine_output import completion
 from megatron_grpo.generation.stopping import stop_token_ids
-from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION, plain_senders
+from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION
 from megatron_grpo.protocols import PullReport
 from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Completion, GenerationRequest
-from megatron_grpo.weights.manifest import check_manifest
-from megatron_grpo.weights.specs import SenderSpec
+from megatron_grpo.weights.exchange import Exchange
+from megatron_grpo.weights.rendezvous import routable_address
 
 CPU_KV_CACHE_BYTES = 512 << 20
 # vLLM's own default on a CPU is 128, so that prompts shorter than that would share nothing; its CPU
@@ -64,8 +71,9 @@ class VllmEngine:
         self._version = -1
         self._requests: dict[str, GenerationRequest] = {}
         self._finished: list[Completion] = []
-        self._senders: tuple[SenderSpec, ...] = ()
-        self._weights = WeightsConfig()
+        self._running_requests: RunningRequests = "keep"
+        self._deadline_s = 0.0
+        self._num_tensors = self._held_bytes = 0
         self._broken: WeightExchangeError | None = None
         self.spans = SpanRecorder()
 
@@ -79,6 +87,8 @@ class VllmEngine:
             max_model_len=config.max_model_tokens,
             max_num_seqs=config.max_concurrent,
             tensor_parallel_size=config.tensor,
+            enable_expert_parallel=config.expert,
+            enable_sleep_mode=config.colocated and not self._cpu,
             gpu_memory_utilization=config.gpu_memory_fraction,
             kv_cache_memory_bytes=config.kv_cache_bytes,
             enable_prefix_caching=True,
@@ -184,37 +194,34 @@ class VllmEngine:
                 )
             self._finish(request_id, output.outputs[0])
 
-    def connect_weights(
-        self,
-        senders: tuple[SenderSpec, ...],
-        first_receiver: int,
-        num_receivers: int,
-        weights: WeightsConfig,
-        backend: str,
-    ) -> None:
-        """Join every sender's group; blocks until all receivers have.
+    @property
+    def host(self) -> str:
+        """Address of this engine's node."""
+        return routable_address()
 
-        Args:
-            first_receiver: index of this engine's first worker among all engines' workers.
-            num_receivers: workers of all engines.
-            backend: "gloo" or "nccl".
+    def connect_weights(self, exchange: Exchange, engine: int) -> None:
+        """Join the weight exchange as engine number `engine`; blocks until all ends have.
 
         Raises:
-            WeightExchangeError: the manifests together are not this model in this dtype, or
-                somebody did not join within weights.deadline_s.
+            WeightExchangeError: the exchange carries another dtype or has another plan, or somebody
+                did not join within the deadline.
         """
-        check_manifest(senders, self._folder, self._dtype)
+        if exchange.dtype != self._dtype:
+            raise WeightExchangeError(
+                "weight exchange",
+                f"carries {exchange.dtype}, but the engine computes in {self._dtype}",
+                remedy="give both the generator's dtype",
+            )
         init_info = {
-            "senders": plain_senders(senders),
-            "first_receiver": first_receiver,
-            "num_receivers": num_receivers,
-            "backend": backend,
-            "bucket_bytes": weights.bucket_bytes,
-            "deadline_s": weights.deadline_s,
+            "exchange": exchange.to_json(),
+            "first_worker": engine * exchange.fleet.workers,
+            "folder": str(self._folder),
         }
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
-        self._senders = senders
-        self._weights = weights
+        plan = exchange.plan(read_model_spec(self._folder / "config.json"))
+        self._num_tensors, self._held_bytes = len(plan.tensors), sum(plan.received_bytes())
+        self._deadline_s = exchange.deadline_s
+        self._running_requests = exchange.running_requests
 
     def pull_weights(self, version: int) -> PullReport:
         """Take the weights that are pushed under `version`; blocks until they are in use.
@@ -228,12 +235,12 @@ class VllmEngine:
         """
         self._check_usable()
         start = time.monotonic()
-        self._settle_requests(start + self._weights.deadline_s)
+        self._settle_requests(start + self._deadline_s)
         rpc = self._engine.collective_rpc
         try:
             rpc("start_weight_update")
             rpc("update_weights", kwargs={"update_info": {"version": version}})
-            rpc("finish_weight_update")
+            rpc("finish_weight_update")  # checks what is held, and tells the policy
         except Exception as error:
             self._broken = WeightExchangeError(
                 f"engine, pull of version {version}",
@@ -241,26 +248,45 @@ class VllmEngine:
                 remedy="start the run again from its last checkpoint",
             )
             raise self._broken from error
-        if self._weights.running_requests != "keep_cache":
+        if self._running_requests != "keep_cache":
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(version))
         self._version = version
-        specs = [spec for sender in self._senders for spec in sender.manifest]
-        received = sum(spec.num_bytes for spec in specs)
-        return PullReport(version, len(specs), received, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        return PullReport(version, self._num_tensors, self._held_bytes, seconds)
 
     def _settle_requests(self, until: float) -> None:
-        if self._weights.running_requests == "abort":
+        if self._running_requests == "abort":
             self.abort(list(self._requests))
-        elif self._weights.running_requests == "finish":
+        elif self._running_requests == "finish":
             while self._requests:
                 if time.monotonic() > until:
                     raise WeightExchangeError(
                         f"request {next(iter(self._requests))}",
-                        f"had not finished {self._weights.deadline_s:g} s after new weights came",
+                        f"had not finished {self._deadline_s:g} s after new weights came",
                         remedy="raise weights.deadline_s, or set weights.running_requests to keep",
                     )
                 self._step()
+
+    def sleep(self) -> None:
+        """Give the device's memory to training: weights and caches are dropped, and all work is
+        refused until weights have been pulled again. On a CPU nothing is freed.
+
+        Raises:
+            RolloutError: requests are in flight.
+        """
+        if self.in_flight:
+            raise RolloutError(
+                "engine",
+                f"cannot sleep with {len(self.in_flight)} requests in flight",
+                remedy="collect or abort them first",
+            )
+        self._engine.sleep(level=2)
+        self._version = -1
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Take back room for one of them, weights first; what was in it is gone."""
+        self._engine.wake_up([what])
 
     def close(self) -> None:
         """Leave the weight channel and end the engine's own processes, if it has any."""
@@ -270,7 +296,7 @@ class VllmEngine:
     def _cache_salt(self) -> str:
         """Part of the prefix cache's key: under keep_cache, what running requests have of old
         weights, and go on adding to, must not become the prefix of a new one."""
-        keeps = self._weights.running_requests == "keep_cache"
+        keeps = self._running_requests == "keep_cache"
         return str(self._version) if keeps else "shared"
 
     def _check_usable(self) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -30,44 +30,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import layerwise
 
+from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.errors import WeightExchangeError
+from megatron_grpo.generation.vllm_holdings import Holdings
+from megatron_grpo.weights.channels import open_receiver
 from megatron_grpo.weights.collective import CollectiveReceiver
-from megatron_grpo.weights.rendezvous import Rendezvous
-from megatron_grpo.weights.specs import SenderSpec, TensorSpec
+from megatron_grpo.weights.disk import DiskReceiver
+from megatron_grpo.weights.exchange import Exchange
 
 BACKEND = "megatron_grpo"
 EXTENSION = "megatron_grpo.generation.vllm_worker.WorkerExtension"
-
-# (host, port, [(name, shape, dtype)]): a SenderSpec as plain data, which vLLM's own messages
-# between its processes can carry.
-PlainSender = tuple[str, int, list[tuple[str, list[int], str]]]
-
-
-def plain_senders(senders: tuple[SenderSpec, ...]) -> list[PlainSender]:
-    return [
-        (
-            sender.rendezvous.host,
-            sender.rendezvous.port,
-            [(spec.name, list(spec.shape), spec.dtype) for spec in sender.manifest],
-        )
-        for sender in senders
-    ]
-
-
-def sender_specs(plain: list[PlainSender]) -> tuple[SenderSpec, ...]:
-    """The inverse of `plain_senders`.
-
-    >>> spec = SenderSpec(Rendezvous("h", 1), (TensorSpec("a", (2, 3), "float32"),))
-    >>> sender_specs(plain_senders((spec,))) == (spec,)
-    True
-    """
-    return tuple(
-        SenderSpec(
-            Rendezvous(host, port),
-            tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in manifest),
-        )
-        for host, port, manifest in plain
-    )
 
 
 class _Loader(Protocol):
@@ -78,17 +50,21 @@ class _Loader(Protocol):
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    senders: list[PlainSender]
-    first_receiver: int
-    num_receivers: int
-    backend: str
-    bucket_bytes: int
-    deadline_s: float
+    exchange: str  # Exchange.to_json
+    first_worker: int
+    folder: str
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     version: int
+
+
+@dataclass
+class _Joined:
+    receiver: CollectiveReceiver | DiskReceiver
+    holdings: Holdings
+    version: int = -1
 
 
 class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -97,33 +73,38 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    receiver: CollectiveReceiver | None = None
+    joined: _Joined | None = None
 
     @property
     def _tied(self) -> bool:
         return self.model_config.hf_text_config.tie_word_embeddings
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        on_gpu = init_info.backend == "nccl"
-        self.receiver = CollectiveReceiver(
-            sender_specs(init_info.senders),
-            init_info.first_receiver + self.parallel_config.rank,
-            init_info.num_receivers,
-            init_info.backend,
-            init_info.bucket_bytes,
-            init_info.deadline_s,
-            self.device if on_gpu else torch.device("cpu"),
+        exchange = Exchange.from_json(init_info.exchange)
+        receiver = open_receiver(
+            exchange,
+            read_model_spec(Path(init_info.folder) / "config.json"),
+            init_info.first_worker + self.parallel_config.rank,
+            self.device,
         )
+        holdings = Holdings(self.model, receiver.names, tied=self._tied)
+        self.joined = _Joined(receiver, holdings)
+
+    @property
+    def _ends(self) -> _Joined:
+        if self.joined is None:
+            raise WeightExchangeError(
+                "engine worker", "has joined no weight exchange", remedy="call connect_weights"
+            )
+        return self.joined
 
     def start_weight_update(self) -> None:
         layerwise.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self.receiver is None:
-            raise WeightExchangeError(
-                "engine worker", "has no weight channel", remedy="call connect_weights first"
-            )
-        stream = self.receiver.receive(update_info.version)
+        joined = self._ends
+        stream = joined.receiver.receive(update_info.version)
+        joined.version = update_info.version
         try:
             cast(_Loader, self.model).load_weights(stream)
             untaken = next(stream, None)
@@ -132,26 +113,31 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                     f"tensor {untaken[0]}",
                     "was sent but the engine's model stopped loading before it",
                 )
-            _check_complete(self.model, self._tied)
-        except (
-            BaseException
-        ) as error:  # told to senders and other engines, who would otherwise wait
-            self.receiver.fail(f"engine worker {self.parallel_config.rank}: {error}")
+            _check_complete(self.model, self._tied, joined)
+        except BaseException as error:  # told to policy and other engines, who would otherwise wait
+            joined.receiver.fail(str(error))
             raise
 
     def finish_weight_update(self) -> None:
-        layerwise.finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu" and self._tied:
-            _repack_tied_head(self.model)
+        joined = self._ends
+        try:
+            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu" and self._tied:
+                _repack_tied_head(self.model)
+        except BaseException as error:
+            joined.receiver.fail(str(error))
+            raise
+        joined.receiver.confirm(joined.version, joined.holdings.read())
 
     def shutdown(self) -> None:
-        if self.receiver is not None:
-            self.receiver.close()
-            self.receiver = None
+        if self.joined is not None:
+            self.joined.receiver.close()
+            self.joined = None
 
 
-def _check_complete(model: nn.Module, tied: bool) -> None:
-    """Every layer has got all its elements; otherwise finishing would fill the rest with garbage.
+def _check_complete(model: nn.Module, tied: bool, joined: _Joined) -> None:
+    """Every layer has got all its elements, or none because none has changed; otherwise finishing
+    would fill the rest with garbage.
 
     A layer that got all of them is reset by vLLM and no longer `can_load`.
     """
@@ -166,6 +152,9 @@ def _check_complete(model: nn.Module, tied: bool) -> None:
                 continue
             # vLLM pads the vocabulary; no checkpoint has the padding.
             wanted = layer.shard_indices.num_org_elements * layer.embedding_dim
+        names = joined.holdings.names_of(name)
+        if info.load_numel == 0 and names and joined.receiver.unsent.issuperset(names):
+            continue
         if info.load_numel < wanted:
             raise WeightExchangeError(
                 f"layer {name}",

@@ -106,12 +106,13 @@ def load_state(
             found=state,
             remedy="load it with the release that wrote it",
         )
-    if state.get("frozen") != frozen:
+    # A run may take up a KL term or drop it from one stage to the next.
+    if frozen and state.get("frozen") not in ("", frozen):
         raise CheckpointError(
             str(folder / "state.json"),
             "was trained beside another frozen reference model",
             found=state.get("frozen"),
-            remedy=f"resume with the same one, not {frozen or 'none'}",
+            remedy=f"resume with the same one, not {frozen}",
         )
     parameters = dict(model.named_parameters())
     expected = {name: p.shape for name, p in parameters.items()}

@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
+from typing import Literal, cast
 
 import ray
 
-from megatron_grpo.config import ClusterConfig, WeightsConfig
+from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import GrpoError, RolloutError
 from megatron_grpo.protocols import PullReport
 from megatron_grpo.runtime.ray_cluster import Member, call_all, call_async, take
 from megatron_grpo.types import Completion, GenerationRequest
-from megatron_grpo.weights.specs import SenderSpec
+from megatron_grpo.weights.exchange import Exchange
 
 # An engine returns from `collect` at least this often, so that a weight push waits at most so long.
 SLICE_S = 0.5
@@ -61,18 +61,15 @@ class RayGenerator:
         return self._version
 
     @property
-    def num_receivers(self) -> int:
-        return len(self._members) * self._workers
+    def hosts(self) -> tuple[str, ...]:
+        """Node of every worker; an engine's workers share one."""
+        nodes = cast(list[str], self._all("host"))
+        return tuple(node for node in nodes for _ in range(self._workers))
 
-    def connect_weights(
-        self, senders: tuple[SenderSpec, ...], weights: WeightsConfig, backend: str
-    ) -> None:
-        """Join the weight channel; blocks until every sender has joined too."""
-        arguments = [
-            (senders, engine * self._workers, self.num_receivers, weights, backend)
-            for engine in range(len(self._members))
-        ]
-        call_all(self._members, "connect_weights", arguments, weights.deadline_s)
+    def connect_weights(self, exchange: Exchange) -> None:
+        """Join the weight exchange; blocks until every policy rank has joined too."""
+        arguments = [(exchange, engine) for engine in range(len(self._members))]
+        call_all(self._members, "connect_weights", arguments, exchange.deadline_s)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with self._lock:
@@ -197,6 +194,14 @@ class RayGenerator:
             sum(report.received_bytes for report in reports),
             max(report.pull_s for report in reports),
         )
+
+    def sleep(self) -> None:
+        """See runtime.turns.Sleeper."""
+        self._all("sleep")
+        self._version = -1
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        self._all("wake", what)
 
     def close(self) -> None:
         self._pulls.shutdown(wait=False, cancel_futures=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from megatron_grpo.batch import BatchShape, TrainBatch
-from megatron_grpo.config import ClusterConfig, WeightsConfig
+from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import ClusterError
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.runtime.ray_cluster import Member, call_all, put
 from megatron_grpo.types import Float32
+from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.rendezvous import Rendezvous
-from megatron_grpo.weights.specs import SenderSpec, TensorSpec
 
 T = TypeVar("T")
 
@@ -93,15 +93,18 @@ class RayPolicy:
         found = dict(pair for part in results for pair in cast(list[tuple[int, Float32]], part))
         return [found[sequence] for sequence in range(batch.num_sequences)]
 
-    def open_channel(self, dtype: str) -> tuple[SenderSpec, ...]:
-        """What each sending rank will send, and where it listens."""
-        stores = cast(list[Rendezvous | None], self._all("open_channel"))
-        manifests = cast(list[tuple[TensorSpec, ...]], self._all("weight_manifest", dtype))
-        return tuple(SenderSpec(s, m) for s, m in zip(stores, manifests) if s is not None)
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Node of every rank."""
+        return tuple(cast(list[str], self._all("host")))
 
-    def connect_weights(self, num_receivers: int, dtype: str, weights: WeightsConfig) -> None:
-        """Join the channel; blocks until every receiver has joined too."""
-        self._all("connect_weights", num_receivers, dtype, weights)
+    def open_channel(self) -> Rendezvous:
+        """Where all ends of the weight exchange meet."""
+        return cast(Rendezvous, self._first("open_channel"))
+
+    def connect_weights(self, exchange: Exchange) -> None:
+        """Join the weight exchange; blocks until every engine worker has joined too."""
+        self._all("connect_weights", exchange)
 
     def push_weights(self, version: int) -> PushReport:
         reports = cast(list[PushReport], self._all("push_weights", version))

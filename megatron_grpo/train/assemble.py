@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +17,7 @@ from rich.console import Console
 
 from megatron_grpo.config import (
     ChatTask,
-    DialogueTask,
-    MathTask,
     PreferenceTask,
-    ReasoningGymTask,
     RunConfig,
 )
 from megatron_grpo.devices import resolve_dtype
@@ -41,7 +38,9 @@ from megatron_grpo.train.resume import open_records, restore
 from megatron_grpo.train.run_folder import RunFolder, open_run
 from megatron_grpo.train.saver import Saver
 from megatron_grpo.train.signals import StopRequest, stop_on_signals
+from megatron_grpo.train.stages import run_in_stages
 from megatron_grpo.train.summary import Summary, print_summary, summarize, write_summary
+from megatron_grpo.train.task_environments import build_environment, mixture_of
 
 if TYPE_CHECKING:
     from megatron_grpo.runtime.ray_cluster import Member, RayCluster
@@ -69,6 +68,10 @@ def run_training(
         GrpoError: one line saying what failed, where, and what to do.
     """
     console = console or Console()
+    if config.stages:
+        return run_in_stages(
+            config, console, run_training, fresh=fresh, accept_changes=accept_changes
+        )
     check_model_folder(config.model.folder)
     if config.reference_folder is not None:
         check_model_folder(config.reference_folder, "algorithm.reference_path")
@@ -259,33 +262,6 @@ def build_grpo(config: RunConfig) -> Algorithm:
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
 
 
-def build_environment(config: RunConfig, tokenizer) -> Environment:
-    """What the task's `type` names; the tokenizer is the model's."""
-    from megatron_grpo.environments.interactive import DialogueEnvironment
-    from megatron_grpo.environments.maths import MathEnvironment
-    from megatron_grpo.environments.reasoning_gym import ReasoningGymEnvironment
-
-    limits = (config.rollouts.max_prompt_tokens, config.rollouts.groups_per_step)
-    match config.task:
-        case ReasoningGymTask():
-            return ReasoningGymEnvironment(config.task, tokenizer, *limits)
-        case MathTask():
-            return MathEnvironment(config.task, tokenizer, *limits)
-        case DialogueTask():
-            return DialogueEnvironment(config.task, tokenizer, *limits)
-    raise ConfigError("task.type", "poses no problems to sample answers for")
-
-
-def mixture_of(environment: Environment) -> Sequence[tuple[int, float]] | None:
-    """(rows, weight) of the training sources of environments that read files."""
-    from megatron_grpo.environments.interactive import DialogueEnvironment
-    from megatron_grpo.environments.maths import MathEnvironment
-
-    if isinstance(environment, MathEnvironment | DialogueEnvironment):
-        return environment.problems.mixture
-    return None
-
-
 def check_model_folder(folder: Path, key: str = "model.path") -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -382,11 +358,15 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
     from concurrent.futures import ThreadPoolExecutor
 
+    from megatron_grpo.conversion.config_json import read_model_spec
     from megatron_grpo.generation.engine_env import engine_env
     from megatron_grpo.runtime.generator_proxy import RayGenerator
     from megatron_grpo.runtime.placement import plan_placement
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
+    from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
+    from megatron_grpo.weights.exchange import Exchange
+    from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 
     if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
@@ -413,10 +393,27 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
         dtype = resolve_dtype(engines.dtype, gpu=gpu)
         backend = config.weights.backend
         backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
-        senders = policy.open_channel(dtype)
-        joined = background.submit(generator.connect_weights, senders, config.weights, backend)
-        policy.connect_weights(generator.num_receivers, dtype, config.weights)
+        layers = read_model_spec(config.model.folder / "config.json").num_layers
+        exchange = Exchange(
+            policy.open_channel(),
+            PolicyLayout.of(parallel, layers),
+            FleetLayout.of(engines, layers),
+            dtype,
+            backend,
+            config.weights.bucket_bytes,
+            config.weights.deadline_s,
+            config.weights.verify,
+            config.weights.running_requests,
+            (policy.hosts, generator.hosts),
+            str((config.folder / "weights").resolve()),
+        )
+        joined = background.submit(generator.connect_weights, exchange)
+        policy.connect_weights(exchange)
         joined.result()
-        yield policy, generator
+        if engines.colocated:
+            turns = Turns(generator)
+            yield ColocatedPolicy(policy, turns), ColocatedGenerator(generator, turns)
+        else:
+            yield policy, generator
         generator.close()
         policy.close()

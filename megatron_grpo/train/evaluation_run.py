@@ -19,6 +19,7 @@ from megatron_grpo.train.assemble import (
 from megatron_grpo.train.evaluate import Evaluation, Evaluator, scored
 from megatron_grpo.train.evaluation_report import print_evaluation, write_evaluation
 from megatron_grpo.train.loop import push_weights
+from megatron_grpo.train.saver import POLICY_FOLDER
 
 
 def run_evaluation(
@@ -55,7 +56,7 @@ def run_evaluation(
         backends = reference_backends if config.policy.type == "reference" else cluster_backends
         policy, generator = stack.enter_context(backends(config))
         if saved is not None:
-            policy.load(saved)
+            policy.load(saved / POLICY_FOLDER if (saved / POLICY_FOLDER).is_dir() else saved)
         push_weights(policy, generator, 0, config.weights.deadline_s)
         evaluator = Evaluator(
             config.evaluation,

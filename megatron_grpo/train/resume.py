@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -58,7 +59,8 @@ def _restore_source(
 ) -> None:
     now = source.state().fingerprint
     if now == state.source.fingerprint or not accept:
-        source.restore(state.source)
+        # What was generated ahead under other settings (lengths, group size) is generated again.
+        source.restore(replace(state.source, groups=(), replaced=0) if accept else state.source)
         return
     console.print("the data is not what the run had before: it is begun at its first row")
     source.restore(SourceState(0, state.source.version, now))

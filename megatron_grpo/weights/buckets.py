@@ -1,65 +1,84 @@
-"""How a manifest is cut into buckets, computed alike on both sides. Pure."""
+"""How the transfers of one link are cut into buckets, computed alike at all its ends. Pure."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from megatron_grpo.weights.specs import TensorSpec
+from megatron_grpo.weights.layouts import PlannedTensor
+from megatron_grpo.weights.plan import Transfer
 
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one tensor lies in its bucket, in bytes from the bucket's start."""
-
-    spec: TensorSpec
-    offset_bytes: int
+# A slice from this size on travels alone: it can go from where it lies to where it belongs without
+# being packed, which matters where the wire is as fast as memory. Smaller ones share a bucket.
+ALONE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Consecutive tensors of a manifest that travel as one flat buffer of `num_bytes`."""
+class Slot(NamedTuple):
+    """[start, stop) along a tensor's axis, contiguous at `offset` bytes from the bucket's start."""
+
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+
+
+class Bucket(NamedTuple):
+    """Slots that travel as one flat buffer of `num_bytes`."""
 
     slots: tuple[Slot, ...]
     num_bytes: int
 
 
-def cut_buckets(manifest: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Cut in order into buckets of at most `bucket_bytes`; a larger tensor gets one to itself.
+def cut_buckets(
+    transfers: Sequence[Transfer],
+    tensors: Sequence[PlannedTensor],
+    item_bytes: int,
+    bucket_bytes: int,
+) -> Iterator[Bucket]:
+    """Fill buckets of `bucket_bytes` in order, cutting transfers where one is full. A transfer of
+    `ALONE_BYTES` or more shares its buckets with no other.
 
-    Every tensor starts at a multiple of its item size, so that the receiver can view it in place.
+    The smallest piece is one index along the axis: one that is larger than a bucket gets a larger
+    bucket to itself.
 
-    >>> a, b = TensorSpec("a", (3,), "bfloat16"), TensorSpec("b", (1,), "float32")
-    >>> [(s.spec.name, s.offset_bytes) for s in cut_buckets([a, b], 64)[0].slots]
-    [('a', 0), ('b', 8)]
-    >>> [bucket.num_bytes for bucket in cut_buckets([a, b], 6)]
-    [6, 4]
+    >>> table = [PlannedTensor("a", (3, 2), 0), PlannedTensor("b", (1,))]
+    >>> moves = [Transfer(0, 0, 3, 0, 0), Transfer(1, 0, 1, 0, 0)]
+    >>> [[tuple(s) for s in b.slots] for b in cut_buckets(moves, table, 4, 16)]
+    [[(0, 0, 2, 0)], [(0, 2, 3, 0), (1, 0, 1, 8)]]
     """
-    buckets: list[Bucket] = []
     slots: list[Slot] = []
     end = 0
-    for spec in manifest:
-        size = spec.torch_dtype.itemsize
-        offset = -(-end // size) * size
-        if slots and offset + spec.num_bytes > bucket_bytes:
-            buckets.append(Bucket(tuple(slots), end))
-            slots, offset = [], 0
-        slots.append(Slot(spec, offset))
-        end = offset + spec.num_bytes
+    for transfer in transfers:
+        size = tensors[transfer.tensor].index_elements * item_bytes
+        start = transfer.start
+        alone = (transfer.stop - start) * size >= ALONE_BYTES
+        if alone and slots:
+            yield Bucket(tuple(slots), end)
+            slots, end = [], 0
+        while start < transfer.stop:
+            fitting = (bucket_bytes - end) // size
+            if fitting < 1 and slots:
+                yield Bucket(tuple(slots), end)
+                slots, end = [], 0
+                continue
+            stop = min(transfer.stop, start + max(1, fitting))
+            slots.append(Slot(transfer.tensor, start, stop, end))
+            end += (stop - start) * size
+            start = stop
+        if alone:
+            yield Bucket(tuple(slots), end)
+            slots, end = [], 0
     if slots:
-        buckets.append(Bucket(tuple(slots), end))
-    return tuple(buckets)
+        yield Bucket(tuple(slots), end)
 
 
-def manifest_bytes(manifest: Sequence[TensorSpec]) -> int:
-    """Bytes of the tensors themselves, alignment not counted."""
-    return sum(spec.num_bytes for spec in manifest)
-
-
-def manifest_digest(manifest: Sequence[TensorSpec]) -> int:
-    """A 63-bit fingerprint of names, shapes, dtypes and their order, to fit an int64 field."""
-    digest = hashlib.sha256()
-    for spec in manifest:
-        digest.update(f"{spec.name}|{spec.shape}|{spec.dtype}\n".encode())
-    return int.from_bytes(digest.digest()[:8], "big") >> 1
+def largest_bucket(
+    transfers: Sequence[Transfer],
+    tensors: Sequence[PlannedTensor],
+    item_bytes: int,
+    bucket_bytes: int,
+) -> int:
+    """Bytes of the largest bucket that any choice among these transfers can make."""
+    whole = sum((t.stop - t.start) * tensors[t.tensor].index_elements for t in transfers)
+    index = max((tensors[t.tensor].index_elements for t in transfers), default=0)
+    return max(min(bucket_bytes, whole * item_bytes), index * item_bytes)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_grpo.config import ParallelConfig
+from megatron_grpo.config import ParallelConfig, VllmGeneratorConfig
 
 # vLLM pads the rows of embedding and head to a multiple of this, then splits them.
 ENGINE_VOCABULARY_MULTIPLE = 64
@@ -163,6 +163,10 @@ class FleetLayout:
     data: int = 1
     expert: bool = False
     layers: int = 1
+
+    @classmethod
+    def of(cls, engines: VllmGeneratorConfig, layers: int) -> FleetLayout:
+        return cls(engines.engines, engines.tensor, expert=engines.expert, layers=layers)
 
     @property
     def workers(self) -> int:

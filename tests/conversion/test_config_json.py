@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_grpo.conversion.config_json import parse_model_spec
 from megatron_grpo.conversion.families import Mixture, Rope
+from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.errors import CheckpointError
 
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -157,7 +158,7 @@ def test_rope_frequencies_equal_huggingface(parameters: dict[str, Any]) -> None:
     hf.head_dim = 64
     want, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf, torch.device("cpu"))
     assert scale == 1.0
-    torch.testing.assert_close(spec.rope.inverse_frequencies(64), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(spec.rope, 64), want, rtol=1e-6, atol=0)
 
 
 def test_old_spelling_of_llama3_scaling_is_the_same() -> None:

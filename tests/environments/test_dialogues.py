@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from toy import ASSISTANT, BOS, EOS, PLAIN_TEMPLATE, USER, ids_of, save_toy_tokenizer
 
@@ -153,3 +155,64 @@ def test_the_shipped_sets_load_and_their_better_answers_come_first(tmp_path):
             one.token_ids[: one.prompt_tokens].tolist()
             == two.token_ids[: two.prompt_tokens].tolist()
         )
+
+
+def test_rows_of_a_question_and_an_answer_are_dialogues_with_the_system_prompt(tmp_path):
+    tokenizer = ChatTokenizer(save_toy_tokenizer(tmp_path / "toy", template=TEMPLATE))
+    rows = [{"q": f"{i}+1?", "s": {"text": str(i + 1)}, "level": i} for i in range(4)]
+    pq.write_table(
+        pa.Table.from_pylist([*rows, {"q": "no answer", "s": None}]), tmp_path / "r.parquet"
+    )
+    task = ChatTask(
+        path=str(tmp_path / "r.parquet"),
+        prompt="q",
+        response="s.text",
+        system_prompt="Add.",
+        heldout_rows=1,
+    )
+    data = load_data(task, tokenizer)
+    assert len(data.train) == 3 and len(data.heldout) == 1
+    [rollout] = [
+        group.rollouts[0] for group in (*data.train, *data.heldout) if "2+1?" in group.prompt.text
+    ]
+    asked = [USER, *ids_of("Add."), USER, *ids_of("2+1?"), ASSISTANT]
+    assert rollout.token_ids.tolist()[: len(asked)] == asked
+    assert not rollout.loss_mask[: len(asked)].any()
+    assert rollout.token_ids.tolist()[len(asked)] == ids_of("3")[0]
+
+
+def test_messages_are_read_from_parquet_as_from_json_lines(tmp_path):
+    tokenizer = ChatTokenizer(save_toy_tokenizer(tmp_path / "toy", template=TEMPLATE))
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": "yes"},
+            ],
+            "source": "x",
+        }
+        for i in range(4)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"messages": row["messages"]}) for row in rows)
+    )
+    sets = [
+        load_data(ChatTask(path=str(tmp_path / name), heldout_rows=1), tokenizer)
+        for name in ("rows.parquet", "rows.jsonl")
+    ]
+    ids = [[g.rollouts[0].token_ids.tolist() for g in one.train] for one in sets]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt": "q"}, "response: is missing"),
+        ({"response": "q"}, "prompt: is missing"),
+        ({"system_prompt": "S"}, "system_prompt: has no place"),
+    ],
+)
+def test_half_a_mapping_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        ChatTask(path="x", **given)

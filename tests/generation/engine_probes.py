@@ -44,4 +44,25 @@ def probe_step_until(engine, request_id: str, tokens: int) -> int:
 
 def probe_running_requests(engine, rule: str) -> None:
     """Change weights.running_requests of an engine that has joined the channel."""
-    engine._weights = engine._weights.model_copy(update={"running_requests": rule})
+    engine._running_requests = rule
+
+
+def probe_pretend_version(engine, version: int) -> None:
+    """Let an engine work under the weights it started with."""
+    engine._version = version
+    engine._engine.set_weight_version(str(version))
+
+
+def probe_holdings(engine) -> dict:
+    """Names -> elements, of everything the one worker of an engine holds."""
+    from megatron_grpo.conversion.config_json import read_model_spec
+    from megatron_grpo.generation.vllm_holdings import Holdings
+
+    spec = read_model_spec(engine._folder / "config.json")
+    [holdings] = engine._engine.apply_model(
+        lambda model: {
+            tuple(names): held.clone()
+            for names, held in Holdings(model, list(spec.hf_names()), tied=spec.tied).read()
+        }
+    )
+    return holdings

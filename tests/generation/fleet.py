@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 from generation.engine_process import EngineProcess
-from weights.exchange import CPU, manifest_of
+from weights.exchange import CPU
 
-from megatron_grpo.config import ModelConfig, SamplingConfig, VllmGeneratorConfig, WeightsConfig
+from megatron_grpo.config import ModelConfig, SamplingConfig, VllmGeneratorConfig
+from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.protocols import PullReport
 from megatron_grpo.types import Completion, GenerationRequest
 from megatron_grpo.weights.collective import CollectiveSender
+from megatron_grpo.weights.exchange import Exchange
+from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 from megatron_grpo.weights.rendezvous import host_store
-from megatron_grpo.weights.specs import SenderSpec
 
 DEADLINE_S = 30.0
 MAX_MODEL_TOKENS = 256
@@ -26,47 +28,62 @@ CONFIG = VllmGeneratorConfig(
     max_model_tokens=MAX_MODEL_TOKENS, kv_cache_bytes=64 << 20, max_concurrent=64
 )
 SAMPLING = SamplingConfig(temperature=TEMPERATURE, max_new_tokens=64)
-WEIGHTS = WeightsConfig(bucket_bytes=1 << 16, deadline_s=DEADLINE_S, running_requests="keep")
 
 
 def start_engine(folder: Path, config: VllmGeneratorConfig = CONFIG) -> EngineProcess:
     return EngineProcess(config, ModelConfig(path=folder), SAMPLING)
 
 
-def named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What a policy sends: a tied head is not among the named parameters."""
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a policy holds: a tied head is not among the named parameters."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 class Fleet:
-    """`push` sends a model's weights to all engines, of `workers` workers each."""
+    """`push` sends a model's weights to all engines, of `workers` workers each, from one rank."""
 
     def __init__(
-        self, engines: list[EngineProcess], model: torch.nn.Module, workers: int = 1
+        self,
+        engines: list[EngineProcess],
+        folder: Path,
+        workers: int = 1,
+        *,
+        spread_experts: bool = False,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.engines = engines
         self.version = -1
         store, rendezvous = host_store(DEADLINE_S)
-        manifest = manifest_of(named(model))
-        self.senders = (SenderSpec(rendezvous, manifest),)
-        total = len(engines) * workers
-        for index, engine in enumerate(engines):
-            arguments = (self.senders, index * workers, total, WEIGHTS, "gloo")
-            engine.begin("connect_weights", *arguments)
-        self.sender = CollectiveSender(
-            store, manifest, total, "gloo", WEIGHTS.bucket_bytes, DEADLINE_S, CPU
+        spec = read_model_spec(folder / "config.json")
+        exchange = self.exchange = Exchange(
+            rendezvous,
+            PolicyLayout(layers=spec.num_layers),
+            FleetLayout(len(engines), workers, expert=spread_experts, layers=spec.num_layers),
+            "float32",
+            "gloo",
+            bucket_bytes=1 << 16,
+            deadline_s=DEADLINE_S,
+            verify="every",
         )
-        for engine in engines:
-            engine.end()
+        for index, engine in enumerate(engines):
+            engine.begin("connect_weights", exchange, index)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(CollectiveSender, store, exchange, spec, 0, CPU, frozen)
+            for engine in engines:
+                engine.end()
+            self.sender = joined.result(DEADLINE_S)
 
     def push(self, model: torch.nn.Module) -> list[PullReport]:
+        return self.push_tensors(named(model))
+
+    def push_tensors(self, tensors: Mapping[str, torch.Tensor]) -> list[PullReport]:
         self.version += 1
         for engine in self.engines:
             engine.begin("pull_weights", self.version)
         with ThreadPoolExecutor(1) as pool:
-            push = pool.submit(self.sender.send, self.version, iter(named(model)))
+            push = pool.submit(self.sender.send, self.version, tensors)
             reports = [engine.end() for engine in self.engines]
-            assert push.result(DEADLINE_S).sent_bytes == reports[0].received_bytes
+            push.result(DEADLINE_S)
         return reports
 
     def stop(self) -> None:

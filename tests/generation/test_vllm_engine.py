@@ -50,7 +50,7 @@ def fleet(tmp_path_factory, old_model):
         engines[0].call("submit", requests(1))
     assert "-1" in str(refusal.value)
     assert engines[0].call("version") == -1
-    fleet = Fleet(engines, old_model)
+    fleet = Fleet(engines, folder)
     yield fleet
     fleet.stop()
 

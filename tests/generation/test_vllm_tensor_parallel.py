@@ -1,4 +1,4 @@
-"""One engine of two workers: vLLM's own processes, each a receiver of every push."""
+"""Engines of two workers: vLLM's own processes, each with its part of every push."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from generation.fleet import (
     requests,
     start_engine,
 )
+from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model
 
 pytestmark = pytest.mark.slow
 
-MODEL = {"family": "llama", "tied": True, "head_dim": 32}
+DENSE = {"family": "llama", "tied": True, "head_dim": 32}
+EXPERTS = {"family": "qwen3_moe"}
 
 
-def test_both_workers_of_an_engine_hold_their_part_of_the_pushed_weights(tmp_path):
-    engine = start_engine(save_tiny(tmp_path, **MODEL), CONFIG.model_copy(update={"tensor": 2}))
+@pytest.mark.parametrize(("model", "spread"), [(DENSE, False), (EXPERTS, False), (EXPERTS, True)])
+def test_both_workers_of_an_engine_hold_their_part_of_the_pushed_weights(tmp_path, model, spread):
+    folders = [save_tiny(tmp_path / str(seed), **model, seed=seed) for seed in (0, 1)]
+    config = CONFIG.model_copy(update={"tensor": 2, "expert": spread})
+    engine = start_engine(folders[0], config)
     try:
-        first, second = tiny_model(**MODEL), tiny_model(**MODEL, seed=1)
-        fleet = Fleet([engine], first, workers=2)
-        for model, other in ((first, second), (second, first)):
-            fleet.push(model)
+        first, second = (tiny_model(**model, seed=seed) for seed in (0, 1))
+        states = [load_file(folder / "model.safetensors") for folder in folders]
+        fleet = Fleet([engine], folders[0], workers=2, spread_experts=spread)
+        for state, right, wrong in ((states[0], first, second), (states[1], second, first)):
+            fleet.push_tensors(state)
             asked = requests(6)
             done = engine.run(asked)
-            assert mean_difference(model, asked, done, TEMPERATURE) < 1e-5
-            assert mean_difference(other, asked, done, TEMPERATURE) > 0.1
+            assert mean_difference(right, asked, done, TEMPERATURE) < 1e-5
+            assert mean_difference(wrong, asked, done, TEMPERATURE) > 0.05
         running = requests(2, prompt=40, max_new_tokens=100)
         engine.call("submit", running)
         engine.call("abort", ["r0"])

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from contracts.generator import (
     MAX_MODEL_TOKENS,
     STOP_TOKEN_IDS,
@@ -21,8 +20,8 @@ from contracts.generator import (
 )
 from contracts.policy import OPTIMIZER, PolicyContract
 from tiny import save_tiny
-from transformers import AutoModelForCausalLM, GenerationConfig
-from weights.exchange import CPU, manifest_of
+from transformers import GenerationConfig
+from weights.exchange import CPU, spec_of, state_of
 
 from megatron_grpo.config import (
     ClusterConfig,
@@ -31,7 +30,6 @@ from megatron_grpo.config import (
     ParallelConfig,
     SamplingConfig,
     VllmGeneratorConfig,
-    WeightsConfig,
 )
 from megatron_grpo.errors import CheckpointError, ClusterError, WeightExchangeError
 from megatron_grpo.generation.engine_env import engine_env
@@ -40,13 +38,14 @@ from megatron_grpo.runtime.placement import plan_placement
 from megatron_grpo.runtime.policy_proxy import RayPolicy
 from megatron_grpo.runtime.ray_cluster import Member, RayCluster, call_all
 from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
-from megatron_grpo.weights.rendezvous import host_store
-from megatron_grpo.weights.specs import SenderSpec
+from megatron_grpo.weights.exchange import Exchange
+from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
+from megatron_grpo.weights.rendezvous import host_store, join_store
 
 pytestmark = pytest.mark.slow
 RANKS, ENGINES = 2, 2
 CLUSTER = ClusterConfig(step_deadline_s=120.0, start_deadline_s=240.0)
-WEIGHTS = WeightsConfig(bucket_bytes=1 << 16, deadline_s=60.0)
+DEADLINE_S = 60.0
 ENGINE = VllmGeneratorConfig(
     dtype="float32",
     engines=ENGINES,
@@ -92,22 +91,36 @@ class TestMegatronUnderRay(PolicyContract):
         policy.close()
 
     @pytest.fixture(scope="class")
-    def receiver(self, policy) -> Iterator[CollectiveReceiver]:
-        senders = policy.open_channel("float32")
+    def receiver(self, policy, folder) -> Iterator[CollectiveReceiver]:
+        spec = spec_of(folder)
+        exchange = Exchange(
+            policy.open_channel(),
+            PolicyLayout(pipeline=RANKS, layers=spec.num_layers),
+            FleetLayout(layers=spec.num_layers),
+            "float32",
+            "gloo",
+            1 << 16,
+            DEADLINE_S,
+            hosts=(policy.hosts, ("elsewhere",)),
+        )
         with ThreadPoolExecutor(1) as pool:
-            end = pool.submit(
-                CollectiveReceiver, senders, 0, 1, "gloo", 1 << 16, WEIGHTS.deadline_s, CPU
-            )
-            policy.connect_weights(1, "float32", WEIGHTS)
+            store = join_store(exchange.rendezvous, DEADLINE_S)
+            end = pool.submit(CollectiveReceiver, store, exchange, spec, 0, CPU)
+            policy.connect_weights(exchange)
             receiver = end.result(60)
         yield receiver
         receiver.close()
 
     @pytest.fixture
     def take_push(self, policy, receiver):
+        def receive(version: int):
+            held = dict(receiver.receive(version))
+            receiver.confirm(version, [((name,), tensor) for name, tensor in held.items()])
+            return held
+
         def take(version: int):
             with ThreadPoolExecutor(1) as pool:
-                received = pool.submit(lambda: dict(receiver.receive(version)))
+                received = pool.submit(receive, version)
                 report = policy.push_weights(version)
                 return report, received.result(60)
 
@@ -152,15 +165,21 @@ class TestVllmUnderRay(GeneratorContract):
 
     @pytest.fixture(scope="class")
     def sender(self, generator, source) -> Iterator[CollectiveSender]:
-        store, rendezvous = host_store(WEIGHTS.deadline_s)
-        manifest = manifest_of(named(source))
+        store, rendezvous = host_store(DEADLINE_S)
+        spec = spec_of(source)
+        exchange = Exchange(
+            rendezvous,
+            PolicyLayout(layers=spec.num_layers),
+            FleetLayout(ENGINES, layers=spec.num_layers),
+            "float32",
+            "gloo",
+            1 << 16,
+            DEADLINE_S,
+            hosts=(("elsewhere",), generator.hosts),
+        )
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(
-                generator.connect_weights, (SenderSpec(rendezvous, manifest),), WEIGHTS, "gloo"
-            )
-            sender = CollectiveSender(
-                store, manifest, ENGINES, "gloo", WEIGHTS.bucket_bytes, WEIGHTS.deadline_s, CPU
-            )
+            joined = pool.submit(generator.connect_weights, exchange)
+            sender = CollectiveSender(store, exchange, spec, 0, CPU)
             joined.result(60)
         yield sender
         sender.close()
@@ -169,7 +188,7 @@ class TestVllmUnderRay(GeneratorContract):
     def publish(self, generator, sender):
         def push(folder: Path, version: int):
             pull = generator.pull_weights(version)
-            sender.send(version, iter(named(folder)))
+            sender.send(version, state_of(folder))
             return pull.result(60)
 
         return push
@@ -178,11 +197,6 @@ class TestVllmUnderRay(GeneratorContract):
         prompts = [(5, 6, 7), (8, 9), (10, 11), (12, 13)]
         finish(generator, [request(prompt, seed=1, tokens=4) for prompt in prompts])
         assert generator.version == version
-
-
-def named(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
 def start_sleeper(cluster: RayCluster, bundle: int) -> Member:

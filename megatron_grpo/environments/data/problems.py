@@ -167,7 +167,10 @@ class _Reader:
         spoken = task.system_prompt if data.system_prompt is None else data.system_prompt
         suffix = task.prompt_suffix if data.prompt_suffix is None else data.prompt_suffix
         system = [] if spoken is None else [Message("system", spoken)]
-        messages = [*system, Message("user", question + suffix)]
+        shown: list[Message] = []
+        for example in task.examples:
+            shown += [Message("user", example.user), Message("assistant", example.assistant)]
+        messages = [*system, *shown, Message("user", question + suffix)]
         return Prompt(
             prompt_id,
             self._tokenizer.encode_prompt(messages),

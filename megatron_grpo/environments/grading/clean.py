@@ -58,6 +58,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
         (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
         (r"\\%", "%"),
+        (r"\\equiv(?![A-Za-z])", "="),
+        (r"\\(?:overline|overrightarrow|vec|widehat|hat)\s*\{\s*([A-Z]{1,3})\s*\}", r"\1"),
         (r"\*\*", "^"),
         (r"(?<=[\d)}])\s*\*\s*(?=[\d(\\A-Za-z])", r"\\cdot "),
         (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
@@ -92,8 +94,12 @@ def clean(text: str) -> str:
 
 def strip_outer(text: str) -> str:
     """Without marks around it: full stop, comma, a leading "=" or "approximately"."""
-    text = re.sub(r"^(?:=|\\therefore(?![A-Za-z])|\\approx(?![A-Za-z])|:)\s*", "", text.strip())
-    text = re.sub(r"(?:\\\\|[.,;:\s])+$", "", text)
+    text = re.sub(
+        r"^(?:=|\\therefore(?![A-Za-z])|\\approx(?![A-Za-z])|approximately|about|:)\s*",
+        "",
+        text.strip(),
+    )
+    text = re.sub(r"(?:\\\\|(?<!\.)\.|[,;:\s])+$", "", text)
     return text.strip()
 
 

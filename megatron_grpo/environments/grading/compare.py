@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 
 from megatron_grpo.environments.grading.numbers import exact
-from megatron_grpo.environments.grading.structure import Node, is_label, is_name
+from megatron_grpo.environments.grading.structure import Node, is_label, is_name, parse
 from megatron_grpo.environments.grading.units import Unit, split_unit
 
-_BASED = re.compile(r"([0-9A-Fa-f]+)_(?:\{?(\d{1,2})\}?|\{?\\text\{(\w+)\}\}?)")
+_BASED = re.compile(r"([0-9A-Fa-f]+)_(?:\{?(\d{1,2})\}?|\{?\\text\{(\w+)\}\}?|\{([a-z]+)\})")
+# (B) 12: a choice and what it says
+_CHOICE = re.compile(r"(?:\\text\{\s*\(?([A-H])\)\s*\}|\(([A-H])\)\s)\s*(\S.*)")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7"}
 _BASES |= {"eight": "8", "nine": "9", "ten": "10", "twelve": "12", "sixteen": "16"}
 _ARTICLE = re.compile(r"^(?:the|a|an) ", re.IGNORECASE)
@@ -28,6 +30,11 @@ def same(gold: Node, given: Node, mathematics: Mathematics) -> bool:
     """
     if _squeezed(gold.text) == _squeezed(given.text):
         return True
+    if choice := _CHOICE.fullmatch(given.text):
+        said = choice[1] or choice[2]
+        if re.fullmatch(r"(?:\\text\{\s*)?\(?[A-H]\)?\s*\}?", gold.text):
+            return re.sub(r"\\text|[^A-H]", "", gold.text) == said
+        return same(gold, parse(choice[3]), mathematics)
     gold, given = _unwrapped(gold), _unwrapped(given)
     if "relation" in (gold.kind, given.kind):
         return _same_relation(gold, given, mathematics)
@@ -182,7 +189,8 @@ def _based(text: str) -> tuple[str, str] | None:
     match = _BASED.fullmatch(_squeezed(text))
     if not match:
         return None
-    return match[1].upper(), match[2] or _BASES.get(match[3].casefold(), match[3])
+    named = match[3] or match[4] or ""
+    return match[1].upper(), match[2] or _BASES.get(named.casefold(), named)
 
 
 def _same_quantity(

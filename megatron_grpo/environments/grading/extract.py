@@ -19,7 +19,8 @@ _JOIN = re.compile(
 )
 _ASSIGNED = re.compile(r"[\s$]*[A-Za-z](?:_\{?\w\}?)?\s*=\s*$")
 _PHRASE = re.compile(
-    r"\banswer(?:\s+is\b|\s*:|\s*=|\s+must\s+be\b|\s+equals\b)\s*:?", re.IGNORECASE
+    r"\b(?:answer|option|choice)(?:\s+is\b|\s*:|\s*=|\s+must\s+be\b|\s+equals\b)\s*:?",
+    re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _ASIDE = re.compile(r",?\s+(?:because|since|as|which|where|so|when|but)\b.*", re.DOTALL)

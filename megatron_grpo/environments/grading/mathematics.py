@@ -28,6 +28,7 @@ _SPELLING = NormalizationConfig(
     equations=False,
 )
 _MIXED = re.compile(r"(?<![\w.^}])(\d+) ?(\\frac\{\d+\}\{\d+\})")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\\circ ?")
 
 
 class Unreadable(Exception):
@@ -42,7 +43,8 @@ def equal(gold: str, given: str) -> bool:
     point. That also spares most wrong answers a slow attempt to simplify the difference to 0.
     """
     try:
-        wanted, answer = read(gold), read(given)
+        is_real = not (should_treat_as_complex(gold) or should_treat_as_complex(given))
+        wanted, answer = read(gold, is_real=is_real), read(given, is_real=is_real)
         if _refuted(wanted, answer):
             return False
         agreed = verify(
@@ -55,13 +57,14 @@ def equal(gold: str, given: str) -> bool:
     return agreed
 
 
-def read(text: str) -> Basic | MatrixBase:
+def read(text: str, *, is_real: bool = True) -> Basic | MatrixBase:
     """math-verify's reading of LaTeX. A mixed number is a sum: 3\\frac{1}{2} is 7/2."""
     text = _MIXED.sub(r"(\1+\2)", text)
+    text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
     try:
         expression = latex2sympy(
             text,
-            is_real=not should_treat_as_complex(text),
+            is_real=is_real,
             convert_degrees=False,
             normalization_config=_SPELLING,
         )

@@ -17,6 +17,7 @@ _REPEATING = re.compile(rf"{_SIGN}({_INTEGER})\.(\d*)\\overline\{{(\d+)\}}")
 _RATIO = re.compile(rf"{_SIGN}\(?([-+]?)({_DECIMAL})\)?/\(?([-+]?)({_DECIMAL})\)?")
 _FRAC = re.compile(rf"{_SIGN}\\frac\{{([-+]?)({_DECIMAL})\}}\{{([-+]?)({_DECIMAL})\}}")
 _MIXED = re.compile(rf"{_SIGN}({_INTEGER})(?:[ ]?\\frac\{{(\d+)\}}\{{(\d+)\}}|[ ](\d+)/(\d+))")
+_SPACED = re.compile(r"[-+]?\s*\d{1,3}(?: \d{3})+(?:\.\d*)?")
 _SCIENTIFIC = re.compile(
     rf"{_SIGN}({_DECIMAL})(?:\\times10\^|\\cdot10\^|[eE])(?:\{{([-+]?\d+)\}}|([-+]?\d+))"
 )
@@ -36,6 +37,8 @@ def exact(text: str) -> Fraction | None:
         return (
             _signed(sign, Fraction(_value(whole)) + _divided(top, bottom)) if int(bottom) else None
         )
+    if re.search(r"\d\s+\d", text) and not _SPACED.fullmatch(text.strip()):
+        return None
     text = text.replace(" ", "")
     if match := _PLAIN.fullmatch(text):
         return _signed(match[1], _value(match[2]))

@@ -141,6 +141,8 @@ class _Worker:
 
     def ask(self, request: Mapping[str, str]) -> dict[str, object]:
         """One request to one reply; see the pool."""
+        if self._closed:
+            raise RewardError("grading pool", "is closed", remedy="make another")
         if self._process is None:
             self._start()
         self._wait_ready()

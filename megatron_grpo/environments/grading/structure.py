@@ -24,7 +24,8 @@ _PM = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _NAME = re.compile(r"(?:\\[A-Za-z]+|[A-Za-z])(?:_(?:\{\w+\}|\w))?'?")
 _LABEL = re.compile(
     r"(?:(?:\\[A-Za-z]+|[A-Za-z]+'?)(?:_(?:\{\w+\}|\w))?(?:\([^()=]{1,12}\))?|"
-    r"\\(?:angle|triangle|overline|text|m)\s*\{?[A-Za-z ]+\}?|[A-Za-z ]+|\|[A-Z]{2}\|)"
+    r"\([A-Za-z](?:,\s*[A-Za-z])+\)|[A-Za-z ]+|\|[A-Z]{2}\||"
+    r"\\(?:angle|triangle|overline|text|m)\s*\{?[A-Za-z ]+\}?)"
 )
 _MATRIX = re.compile(
     r"\\begin\{([pbB]?matrix|array|smallmatrix)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL

@@ -50,8 +50,13 @@ _SHORT = frozenset(
 )
 _WORD = r"[A-Za-z][A-Za-z'\-]*"
 _POWER = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
+# Units that are read as such without a space; others would be variables.
+_GLUED = r"(?:km|cm|mm|kg|mg|ml|mL|ft|mi|min|sec|mph)\b"
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_MODULUS = re.compile(r"(.*\S)\s*\(?\\(?:pmod|bmod|mod)\s*\{?\s*(\w+)\s*\}?\)?")
 _TAIL = re.compile(
-    rf"^(?P<number>.*[\d}})!|])\s*(?P<unit>(?:\\text\{{[^{{}}]*\}}{_POWER}|(?<=\s){_WORD}{_POWER})"
+    rf"^(?P<number>.*(?:[\d}})!|]|\\pi))\s*"
+    rf"(?P<unit>(?:\\text\{{[^{{}}]*\}}{_POWER}|(?:(?<=\s)|(?<=\d)(?={_GLUED})){_WORD}{_POWER})"
     rf"(?:(?:\s|/|\\cdot|\\text\{{[^{{}}]*\}}{_POWER}|{_WORD}{_POWER})+)?)$",
     re.DOTALL,
 )
@@ -81,6 +86,10 @@ def split_unit(text: str) -> tuple[str, Unit]:
     (('5', Unit(name='in')), ('50', Unit(name='percent')), ('2x', Unit(name='')))
     """
     text = text.strip()
+    if _TRIGONOMETRY.search(text):
+        return text, Unit()  # the degrees of cos 60° are no unit of its value
+    if modulus := _MODULUS.fullmatch(text):
+        return modulus[1], Unit(f"mod {modulus[2]}")
     for mark, name in (("%", "percent"), ("^\\circ", "degree"), ("\\circ", "degree")):
         if text.endswith(mark) and len(text) > len(mark):
             return text[: -len(mark)].strip(), Unit(name)

@@ -7,8 +7,7 @@ part in every collective: membership follows the rank's place in the layout, nev
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron_grpo.batch import BatchShape, MicroBatch
-from megatron_grpo.config import MegatronPolicyConfig, ModelConfig, WeightsConfig
+from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.errors import (
@@ -44,11 +42,11 @@ from megatron_grpo.policy.megatron.device import (
 )
 from megatron_grpo.policy.megatron.export import (
     BoundParameter,
+    LocalParts,
     bind_parameters,
     export_folder,
-    gathered_tensors,
+    frozen_tensors,
     load_weights,
-    stored_tensors,
 )
 from megatron_grpo.policy.megatron.frozen import FrozenWeights
 from megatron_grpo.policy.megatron.mixture import check_stages
@@ -56,12 +54,19 @@ from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine, Totals
 from megatron_grpo.policy.megatron.timers import SpanTimers
-from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats, WeightSender
+from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Float32
+from megatron_grpo.weights.channels import open_sender
 from megatron_grpo.weights.collective import CollectiveSender
-from megatron_grpo.weights.rendezvous import Rendezvous, host_store, join_store
-from megatron_grpo.weights.specs import TensorSpec, torch_dtype
+from megatron_grpo.weights.disk import DiskSender
+from megatron_grpo.weights.exchange import Exchange
+from megatron_grpo.weights.rendezvous import (
+    Rendezvous,
+    host_store,
+    join_store,
+    routable_address,
+)
 
 
 @dataclass(slots=True)
@@ -76,12 +81,6 @@ class _Parts:
     engine: Engine
     updater: Updater
     use_te: bool
-
-
-@dataclass(slots=True)
-class _Channel:
-    store: TCPStore
-    sender: WeightSender | None = None
 
 
 class MegatronRank:
@@ -126,9 +125,9 @@ class MegatronRank:
         self._frozen: FrozenWeights | None = None
         self._rendezvous_store: TCPStore | None = None
         self._parts: _Parts | None = None
-        self._channel: _Channel | None = None
+        self._exchange_store: TCPStore | None = None
+        self._sender: CollectiveSender | DiskSender | None = None
         self._writing: Writing | None = None
-        self._weights_dtype = torch.float32
         self.spans = SpanRecorder()
 
     # Start and end
@@ -198,9 +197,9 @@ class MegatronRank:
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice, and after a failure."""
-        if self._channel is not None and self._channel.sender is not None:
-            self._channel.sender.close()
-        self._channel = None
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = self._exchange_store = None
         self._parts = None
         if dist.is_initialized():
             mesh.leave_mesh()
@@ -316,66 +315,41 @@ class MegatronRank:
 
     # Weights out
 
-    def weight_manifest(self, dtype: str) -> tuple[TensorSpec, ...]:
-        """What this rank will push, in order: whole tensors under Hugging Face names; () unless it
-        is a root.
-        """
-        parts = self._started
-        if not mesh.is_stage_root():
-            return ()
-        return tuple(
-            TensorSpec(name, shape, dtype)
-            for name, shape in stored_tensors(parts.bound, parts.spec)
-        )
+    @property
+    def host(self) -> str:
+        """Address of this rank's node."""
+        return routable_address()
 
-    def open_channel(self) -> Rendezvous | None:
-        """Roots open a store for the weight channel and return its address; None elsewhere."""
-        if not mesh.is_stage_root():
-            return None
-        store, rendezvous = host_store(self._deadline_s)
-        self._channel = _Channel(store)
+    def open_channel(self) -> Rendezvous:
+        """Rank 0: open the store that all ends of the weight exchange meet at."""
+        self._exchange_store, rendezvous = host_store(self._deadline_s)
         return rendezvous
 
-    def connect_weights(self, num_receivers: int, dtype: str, weights: WeightsConfig) -> None:
-        """Roots: join the channel; blocks until all receivers have."""
-        self._weights_dtype = torch_dtype(dtype)
-        if self._channel is None:
-            return
-        device = self._started.device
-        backend = weights.backend
-        if backend == "auto":
-            backend = "nccl" if device.type == "cuda" else "gloo"
-        self._channel.sender = CollectiveSender(
-            self._channel.store,
-            self.weight_manifest(dtype),
-            num_receivers,
-            backend,
-            weights.bucket_bytes,
-            weights.deadline_s,
-            device if backend == "nccl" else torch.device("cpu"),
+    def connect_weights(self, exchange: Exchange) -> None:
+        """Join the weight exchange; blocks until all ranks and engine workers have."""
+        parts = self._started
+        self._sender = open_sender(
+            exchange,
+            parts.spec,
+            self._rank,
+            parts.device,
+            frozen_tensors(parts.bound),
+            self._exchange_store,
         )
 
     def push_weights(self, version: int) -> PushReport:
-        """Stream the current weights through the channel; blocks until received."""
+        """Send this rank's share of the current weights; blocks until all engines use them."""
         parts = self._started
-        start = time.monotonic()
-        self._sync_parameters()
-        report = PushReport(version, 0, 0, 0.0)
-        tensors = gathered_tensors(parts.bound, parts.spec, self._weights_dtype)
-        if mesh.is_stage_root():
-            report = self._send(version, tensors)
-        for _ in tensors:  # peers of a root take part in its gathers
-            pass
-        return PushReport(version, report.num_tensors, report.sent_bytes, time.monotonic() - start)
-
-    def _send(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> PushReport:
-        if self._channel is None or self._channel.sender is None:
+        if self._sender is None:
             raise WeightExchangeError(
                 f"policy rank {self._rank}",
-                "has no weight channel",
-                remedy="call open_channel and connect_weights first",
+                "has not joined a weight exchange",
+                remedy="call connect_weights first",
             )
-        return self._channel.sender.send(version, tensors)
+        start = time.monotonic()
+        self._sync_parameters()
+        report = self._sender.send(version, LocalParts(parts.bound, parts.spec))
+        return replace(report, push_s=time.monotonic() - start)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint. All ranks return when it is whole, or all raise
@@ -412,6 +386,8 @@ class MegatronRank:
         parts = self._started
         self._sync_parameters()
         load_checkpoint(folder, parts.wrapped, parts.updater)
+        if self._sender is not None:
+            self._sender.send_everything_next()
 
     def _sync_parameters(self) -> None:
         """Finish a parameter gather that was left to overlap with the next forward pass."""

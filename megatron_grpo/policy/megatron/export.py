@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from megatron_grpo.conversion.hf_folder import (
     partial_folder,
     write_shard,
 )
-from megatron_grpo.conversion.rules import Direct
+from megatron_grpo.conversion.rules import Direct, Vocabulary
 from megatron_grpo.conversion.sharding import join, shard_of
 from megatron_grpo.errors import CheckpointError
 from megatron_grpo.policy.megatron import mesh
@@ -178,6 +178,43 @@ def _gather_to_root(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.gather(shard, shards, dst=root, group=group)
     return shards
+
+
+class LocalParts(Mapping[str, Tensor]):
+    """What this rank holds of each tensor, under Hugging Face names: its range along the tensor's
+    axis, padding left out. Views where the parameter is not fused; nothing is kept.
+    """
+
+    def __init__(self, bound: Sequence[BoundParameter], spec: ModelSpec) -> None:
+        self._spec = spec
+        self._bound = {name: (item, i) for item in bound for i, name in enumerate(item.hf_names)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        item, index = self._bound[name]
+        part = item.rule.unpack(item.parameter.detach(), self._spec)[index]
+        if isinstance(item.rule, Vocabulary):
+            first = mesh.tensor_group().rank() * len(part)
+            part = part[: max(0, self._spec.vocab - first)]
+        return part
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bound)
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+
+def frozen_tensors(bound: Sequence[BoundParameter]) -> frozenset[str]:
+    """Names of tensors that training never changes, by whole layers: engines fuse tensors of a
+    layer, and take all of a fused one or nothing.
+    """
+    trained = {(item.rule.layered, item.layer) for item in bound if item.parameter.requires_grad}
+    return frozenset(
+        name
+        for item in bound
+        if (item.rule.layered, item.layer) not in trained
+        for name in item.hf_names
+    )
 
 
 def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Path) -> None:

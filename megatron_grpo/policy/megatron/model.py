@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron_grpo.config import MegatronPolicyConfig
 from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.conversion.sharding import padded_vocabulary
 from megatron_grpo.policy.megatron.attention import PackedAttention, RMSNorm
 from megatron_grpo.policy.megatron.mixture import mixture_settings, repair_mixture
@@ -207,7 +208,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
             vp_stage=stage,
         )
         if use_te:
-            model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.head_dim)
+            model.rotary_pos_emb.inv_freq = inverse_frequencies(spec.rope, spec.head_dim)
         else:
             for layer in model.decoder.layers:
                 if type(layer.mlp) is MLP:  # experts keep Megatron's own

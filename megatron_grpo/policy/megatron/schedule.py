@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_grpo.batch import LossOutput, MicroBatch, split_sequences
 from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.policy.megatron import mesh
 from megatron_grpo.policy.megatron.attention import PackParams, rotary_tables
@@ -82,7 +83,7 @@ class Engine:
         self._overlap = overlap_grad_reduce
         self._share_prefixes = share_prefixes
         self._use_te = use_te
-        self._frequencies = spec.rope.inverse_frequencies(spec.head_dim).to(device)
+        self._frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device)
         self._cp_group = mesh.context_group()
         self._tp_group = mesh.tensor_group()
         self._unsummed = False

@@ -1,0 +1,100 @@
+"""Runs in stages. Moving on is a resume: the next stage's config goes on from the checkpoint that
+the stage before left at its end, whatever its layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from rich.console import Console
+
+from megatron_grpo.config import RunConfig, load_config
+from megatron_grpo.config.checkpoint import differences
+from megatron_grpo.train.checkpoints import Checkpoint, newest_whole
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What is left of a run.
+
+    Attributes:
+        configs: of the stages that have steps left, in order.
+        names: of those.
+        moves_on: the newest checkpoint is the end of the stage before the first of them, so its
+            config differs and that is meant.
+    """
+
+    configs: tuple[RunConfig, ...]
+    names: tuple[str, ...]
+    moves_on: bool
+
+
+def plan_stages(config: RunConfig, newest: Checkpoint | None) -> StagePlan:
+    """Which stages are left after the newest checkpoint. A run that has all its steps is left its
+    last stage, so that whoever runs it finds it finished.
+
+    >>> plan_stages(config, None).names                                    # doctest: +SKIP
+    ('8k', '16k', '24k')
+    """
+    done = 0 if newest is None else newest.step
+    stages = list(zip(config.stage_configs(), (stage.name for stage in config.stages)))
+    left = [index for index, (stage, _) in enumerate(stages) if stage.steps > done]
+    first = left[0] if left else len(stages) - 1
+    moves_on = (
+        newest is not None
+        and first > 0
+        and stages[first - 1][0].steps == done
+        and not _changed(newest.folder / "config.yaml", stages[first - 1][0])
+    )
+    return StagePlan(
+        tuple(stage for stage, _ in stages[first:]),
+        tuple(name for _, name in stages[first:]),
+        moves_on,
+    )
+
+
+def _changed(saved: Path, now: RunConfig) -> bool:
+    """Whether a checkpoint was made by something else than this stage."""
+    before = load_config(saved).model_dump(mode="json")
+    return bool(differences(before, now.model_dump(mode="json")))
+
+
+ResultT = TypeVar("ResultT", covariant=True)
+
+
+class Trains(Protocol[ResultT]):
+    """train.assemble.run_training."""
+
+    def __call__(
+        self, config: RunConfig, console: Console, *, fresh: bool, accept_changes: bool
+    ) -> ResultT: ...
+
+
+def run_in_stages(
+    config: RunConfig,
+    console: Console,
+    train: Trains[ResultT],
+    *,
+    fresh: bool,
+    accept_changes: bool,
+) -> ResultT:
+    """Train what is left, stage after stage, each as a run that goes on where the one before ended.
+    Returns the last result.
+    """
+    newest = None if fresh else newest_whole(config.folder / "checkpoints", console.print)
+    plan = plan_stages(config, newest)
+    results: list[ResultT] = []
+    for place, (stage, name) in enumerate(zip(plan.configs, plan.names)):
+        console.print(f"stage [bold]{name}[/bold]: to step {stage.steps} of {config.steps}")
+        going_on = plan.moves_on or place > 0
+        results.append(
+            train(
+                stage,
+                console,
+                fresh=fresh and place == 0,
+                accept_changes=accept_changes or going_on,
+            )
+        )
+    return results[-1]

@@ -1,0 +1,154 @@
+"""What the two ends of a collective exchange have in common: links, buckets, order, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from megatron_grpo.conversion.families import ModelSpec
+from megatron_grpo.weights.buckets import Bucket, Slot, cut_buckets, largest_bucket
+from megatron_grpo.weights.checksums import checksum
+from megatron_grpo.weights.exchange import Exchange, Link, link_names, links_of
+from megatron_grpo.weights.group import LinkGroup
+from megatron_grpo.weights.plan import Plan, Transfer
+from megatron_grpo.weights.session import Session
+from megatron_grpo.weights.specs import torch_dtype
+
+PROTOCOL = 2
+# Of a header, int64; then one field per transfer of the link, 1 if it is sent.
+FIELDS = ("protocol", "version", "verified")
+# Operations begun and not finished, of which at most as many as there are buffers use one.
+IN_FLIGHT = 4
+
+
+@dataclass(slots=True)
+class Line:
+    """A link with its group, at one of its ends."""
+
+    link: Link
+    group: LinkGroup
+    sent: list[bool] = field(default_factory=list)
+
+    @property
+    def moving(self) -> list[Transfer]:
+        """The transfers that are part of this push."""
+        return [t for t, sent in zip(self.link.transfers, self.sent, strict=True) if sent]
+
+    @property
+    def tensors(self) -> list[int]:
+        """What they are slices of, each once."""
+        return list(dict.fromkeys(transfer.tensor for transfer in self.moving))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One bucket of one line."""
+
+    line: Line
+    bucket: Bucket
+    what: str
+
+
+class End:
+    """What both ends have in common."""
+
+    def __init__(
+        self,
+        store: TCPStore,
+        exchange: Exchange,
+        spec: ModelSpec,
+        name: str,
+        mine: Callable[[Link], int | None],
+        device: torch.device,
+    ) -> None:
+        """`mine` tells this end's place among the members of a link."""
+        self.exchange = exchange
+        self.plan: Plan = exchange.plan(spec)
+        self.dtype = torch_dtype(exchange.dtype)
+        self._device = device
+        self.session = Session(
+            store, name, exchange.member_names, self.plan.digest(), exchange.deadline_s
+        )
+        self.lines: list[Line] = []
+        self.pushes = 0
+        fleet = self.plan.fleet
+        for link in links_of(self.plan):
+            place = mine(link)
+            if place is not None:
+                names = link_names(link, fleet)
+                group = LinkGroup(self.session, link.number, names, place, exchange.backend, device)
+                self.lines.append(Line(link, group))
+        item = self.plan.item_bytes
+        size = max(
+            (
+                largest_bucket(li.link.transfers, self.plan.tensors, item, exchange.bucket_bytes)
+                for li in self.lines
+            ),
+            default=0,
+        )
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def header(self, line: Line, version: int, verified: bool) -> Tensor:
+        fields = [PROTOCOL, version, int(verified), *map(int, line.sent)]
+        return torch.tensor(fields, dtype=torch.int64).to(self._device)
+
+    def steps(self) -> list[Step]:
+        """This end's buckets in the global order."""
+        numbered = []
+        for line in self.lines:
+            buckets = list(
+                cut_buckets(
+                    line.moving, self.plan.tensors, self.plan.item_bytes, self.exchange.bucket_bytes
+                )
+            )
+            for number, bucket in enumerate(buckets):
+                first = self.plan.tensors[bucket.slots[0].tensor].name
+                what = f"bucket {number + 1} of {len(buckets)}, from {first} on"
+                numbered.append((number, line.link.number, Step(line, bucket, what)))
+        return [step for _, _, step in sorted(numbered, key=lambda entry: entry[:2])]
+
+    def view(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """A slot's place in a buffer, in the slice's own shape."""
+        tensor = self.plan.tensors[slot.tensor]
+        count = slot.stop - slot.start
+        num_bytes = count * tensor.index_elements * self.plan.item_bytes
+        flat = buffer[slot.offset : slot.offset + num_bytes].view(self.dtype)
+        shape = list(tensor.shape) or [1]
+        shape[tensor.axis or 0] = count
+        return flat.view(shape)
+
+    def flat(self, tensor: Tensor) -> Tensor | None:
+        """A slice's bytes where they lie, to be sent or filled as they are; None if that cannot be
+        done: it is not in one piece, or of another dtype or device.
+        """
+        fits = tensor.is_contiguous() and tensor.dtype == self.dtype
+        if fits and tensor.device == self._device:
+            return tensor.view(-1).view(torch.uint8)
+        return None
+
+    def fail(self, cause: str) -> None:
+        """Tell every end that this one gives up, and leave."""
+        self.session.fail(cause)
+        self.close()
+
+    def close(self) -> None:
+        for line in self.lines:
+            line.group.close()
+
+
+class Sums:
+    """Checksums of the transfers of one line, in order, as their slots come by."""
+
+    def __init__(self, line: Line, device: torch.device) -> None:
+        self._row = {tensor: row for row, tensor in enumerate(line.tensors)}
+        self.values = torch.zeros(len(self._row), 2, dtype=torch.int64, device=device)
+
+    def add(self, tensor: int, view: Tensor) -> None:
+        self.values[self._row[tensor]] += checksum(view)
+
+    def by_tensor(self) -> dict[int, Tensor]:
+        return {tensor: self.values[row] for tensor, row in self._row.items()}

@@ -1,0 +1,55 @@
+"""The planned tensors of a model are those of its checkpoint; planning needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny
+from weights.exchange import spec_of, state_of
+
+from megatron_grpo.weights.tables import planned_tensors
+
+CONFIG = """
+name: planned
+steps: 1
+model: {{path: {folder}}}
+task: {{type: reasoning_gym, name: basic_arithmetic, rows: 40, heldout_rows: 8}}
+policy: {{type: megatron, parallel: {{tensor: 2, pipeline: 2, data: 1024}}}}
+generator: {{type: vllm, engines: 64, tensor: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", False), ("qwen3_moe", False)]
+)
+def test_b5_every_tensor_of_a_checkpoint_is_planned_once_in_its_shape(tmp_path, family, tied):
+    folder = save_tiny(tmp_path, family, tied=tied)
+    table = planned_tensors(spec_of(folder))
+    assert {t.name: t.shape for t in table} == {
+        name: tuple(tensor.shape) for name, tensor in state_of(folder).items()
+    }
+    assert len({t.name for t in table}) == len(table)
+
+
+def test_four_thousand_ranks_are_planned_by_the_command_without_torch(tmp_path: Path):
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(folder=folder))
+    code = (
+        "import sys; from megatron_grpo.cli import app\n"
+        "try:\n    app(['plan-weights', sys.argv[1]])\n"
+        "finally:\n    assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(config)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "4096 policy ranks (TP2 PP2 DP1024) -> 64 engines of 2 workers" in text
+    # qwen3 tiny: 2 layers of 64 x (128 + 64 + 64 + 128) and 3 x 64 x 128, two of 130 x 64, and
+    # norms of 64, 64, 32, 32 a layer and one of 64; 2 bytes each
+    size = 2 * (2 * (64 * 384 + 3 * 64 * 128 + 192) + 2 * 130 * 64 + 64)
+    assert f"sent {size / 1000:.2f} kB of a model of {size / 1000:.2f} kB" in text
