@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_grpo.commands.check import check
+from megatron_grpo.commands.convert import convert
 from megatron_grpo.commands.evaluate import evaluate
 from megatron_grpo.commands.grade import grade
 from megatron_grpo.commands.launch import app as launch
@@ -35,6 +36,7 @@ app.command()(grade)
 app.command()(rollouts)
 app.command()(plan)
 app.command()(simulate)
+app.add_typer(convert, name="convert")
 app.command()(plan_weights)
 app.command()(profile)
 app.command()(check)

@@ -38,7 +38,12 @@ def _check_folder(key: str, folder: Path) -> Iterator[Finding]:
         )
         return
     model = read_architecture(folder)
-    yield from _check_weights(key, folder, model)
+    if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file():
+        yield Finding(
+            "unknown", key, "is a Megatron checkpoint; its weights are looked at when they are read"
+        )
+    else:
+        yield from _check_weights(key, folder, model)
     yield from _check_tokenizer(key, folder, model)
 
 

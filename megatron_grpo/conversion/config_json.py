@@ -6,6 +6,7 @@ The reader is closed: a field it does not know may change the mathematics, so it
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,6 +62,8 @@ _MIXTURE_READ = frozenset(
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -68,6 +71,7 @@ _ROPE_FIELDS = {
         "original_max_position_embeddings",
     ),
 }
+_YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def read_model_spec(path: Path) -> ModelSpec:
@@ -270,6 +274,11 @@ def _rope(reader: _Reader) -> Rope:
         return Rope(base)
     if kind == "linear":
         return Rope(base, kind, factor=values["factor"])
+    if kind == "dynamic":
+        longest = reader.count("max_position_embeddings")
+        return Rope(base, kind, factor=values["factor"], original_positions=longest)
+    if kind == "yarn":
+        return _yarn(base, values)
     return Rope(
         base,
         kind,
@@ -280,19 +289,63 @@ def _rope(reader: _Reader) -> Rope:
     )
 
 
+def _yarn(base: float, values: Mapping[str, float]) -> Rope:
+    """The fields that may be absent have the paper's values then."""
+    factor = values["factor"]
+    scale = values.get("attention_factor")
+    if scale is None:
+        scale = _yarn_attention_scale(factor, values.get("mscale"), values.get("mscale_all_dim"))
+    return Rope(
+        base,
+        "yarn",
+        factor=factor,
+        original_positions=int(values["original_max_position_embeddings"]),
+        beta_fast=values.get("beta_fast", 32.0),
+        beta_slow=values.get("beta_slow", 1.0),
+        truncate=bool(values.get("truncate", 1.0)),
+        attention_scale=scale,
+    )
+
+
+def _yarn_attention_scale(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """0.1 ln(factor) + 1 (equation 22 of the paper), or the ratio of two such with the given
+    weights, as DeepSeek's models have it.
+
+    Of a factor of 4 alone: 1.1386.
+    """
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
+
+
 def _rope_kind(reader: _Reader, part: Mapping[str, Value]) -> tuple[str, dict[str, float]]:
     kind = part.get("rope_type", part.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         raise reader.error(
             "rope_type", "is not supported", kind, f"supported: {', '.join(_ROPE_FIELDS)}"
         )
-    allowed = {"rope_theta", "rope_type", "type", *_ROPE_FIELDS[kind]}
+    optional = _YARN_OPTIONAL if kind == "yarn" else ()
+    allowed = {"rope_theta", "rope_type", "type", *_ROPE_FIELDS[kind], *optional}
+    if kind == "yarn":
+        allowed.add("truncate")
+    if kind in ("linear", "dynamic"):  # written by transformers, used by neither
+        allowed.add("original_max_position_embeddings")
     for name, value in part.items():
         neutral = name == "partial_rotary_factor" and value == 1
         if name not in allowed and value is not None and not neutral:
             raise reader.error(f"rope_parameters.{name}", f"is unknown for rope type {kind}", value)
     inner = _Reader(part, f"{reader.where}: rope_parameters")
-    return kind, {name: inner.number(name) for name in _ROPE_FIELDS[kind]}
+    values = {name: inner.number(name) for name in _ROPE_FIELDS[kind]}
+    values |= {name: inner.number(name) for name in optional if not inner.missing(name)}
+    if kind == "yarn":
+        values["truncate"] = float(inner.flag("truncate", absent=True))
+    return kind, values
 
 
 def _dtype(reader: _Reader) -> str:

@@ -79,13 +79,17 @@ FAMILIES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions. `kind` is "default", "linear" or "llama3"; the rest is used by the kinds
-    that need it.
+    """Rotary positions. `kind` is "default", "linear", "dynamic", "yarn" or "llama3"; the rest is
+    used by the kinds that need it.
 
     Attributes:
         base: theta.
-        factor: context extension ("linear", "llama3").
-        low_freq_factor, high_freq_factor, original_positions: of "llama3".
+        factor: context extension.
+        low_freq_factor, high_freq_factor: of "llama3".
+        original_positions: trained context, of "llama3", "yarn" and "dynamic".
+        beta_fast, beta_slow: turns over the trained context between which "yarn" blends.
+        truncate: "yarn" rounds the blended range to whole dimensions.
+        attention_scale: cosines and sines are multiplied by it ("yarn").
     """
 
     base: float
@@ -94,6 +98,19 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_scale: float = 1.0
+
+    @property
+    def longest(self) -> int | None:
+        """Longest sequence these frequencies are right for; None: any.
+
+        "dynamic" raises the base with the length of the sequence, but only beyond the trained
+        context; up to there it is the plain rope, and this is the part that is supported.
+        """
+        return self.original_positions if self.kind == "dynamic" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +179,11 @@ class ModelSpec:
     def rules(self) -> tuple[Direct, ...]:
         """The tensor table; names hold `{layer}`."""
         return _rules(self)
+
+    @property
+    def layers_alike(self) -> bool:
+        """Whether every layer has the same parameters."""
+        return self.mixture is None or not self.mixture.dense_layers
 
     def layers_of(self, rule: Direct) -> tuple[int, ...]:
         """Indices of the layers that have this parameter; (0,) outside the layers."""

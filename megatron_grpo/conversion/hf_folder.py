@@ -70,14 +70,28 @@ class HfFolder:
         except (OSError, SafetensorError) as error:
             raise _broken(header.file, error) from error
 
+    def read_block(self, name: str, rows: slice, columns: slice | None) -> Tensor:
+        """Rows of a tensor, and columns of those; only that much is read."""
+        header = self.headers[name]
+        try:
+            with safe_open(header.file, framework="pt") as file:
+                view = file.get_slice(name)
+                return view[rows] if columns is None else view[rows, columns]
+        except (OSError, SafetensorError) as error:
+            raise _broken(header.file, error) from error
+
     @property
     def side_files(self) -> list[Path]:
-        """Everything a checkpoint needs besides weights: configs, tokenizer, chat template."""
-        return sorted(
-            file
-            for file in self.path.iterdir()
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES)
-        )
+        return side_files_of(self.path)
+
+
+def side_files_of(path: Path) -> list[Path]:
+    """Everything a checkpoint needs besides weights: configs, tokenizer, chat template."""
+    return sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES)
+    )
 
 
 def _broken(file: Path, error: Exception) -> CheckpointError:

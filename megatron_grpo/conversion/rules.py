@@ -33,6 +33,18 @@ class HeadLayout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Rows that lie together on both sides: `rows` of Hugging Face part `part` from `hf_start` are
+    those of the Megatron tensor from `megatron_start`.
+    """
+
+    part: int
+    hf_start: int
+    megatron_start: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Direct:
     """One tensor on both sides, under another name.
 
@@ -67,6 +79,17 @@ class Direct:
         """The Hugging Face tensors of one layer (and expert)."""
         return [name.format(layer=layer, expert=expert) for name in self.hf]
 
+    def runs(self, rows: Sequence[int], heads: HeadLayout) -> list[Run]:
+        """Where the rows of the Hugging Face parts, of these lengths, lie in the whole Megatron
+        tensor, in its order.
+        """
+        starts = [sum(rows[:index]) for index in range(len(rows))]
+        return [Run(index, 0, start, n) for index, (start, n) in enumerate(zip(starts, rows))]
+
+    def blocks(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """(start, rows) of the ranges that are each split evenly over tensor ranks."""
+        return [(0, sum(rows))]
+
     def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
         """This rank's parts of the Hugging Face tensors -> its Megatron shard."""
         return parts[0]
@@ -93,6 +116,15 @@ class FusedQKV(Direct):
     [heads * head_dim, ...], k and v [groups * head_dim, ...].
     """
 
+    def runs(self, rows: Sequence[int], heads: HeadLayout) -> list[Run]:
+        lengths = (heads.queries_per_group * heads.head_dim, heads.head_dim, heads.head_dim)
+        found, start = [], 0
+        for group in range(rows[1] // heads.head_dim):
+            for part, n in enumerate(lengths):
+                found.append(Run(part, group * n, start, n))
+                start += n
+        return found
+
     def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
         q, k, v = parts
         rest = q.shape[1:]
@@ -112,6 +144,9 @@ class FusedQKV(Direct):
 @dataclass(frozen=True, slots=True)
 class FusedGateUp(Direct):
     """Gate and up projection of a gated MLP: each rank holds [its gate rows; its up rows]."""
+
+    def blocks(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        return [(0, rows[0]), (rows[0], rows[1])]
 
     def pack(self, parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
         return _joined(parts, 0)

@@ -29,6 +29,7 @@ from megatron_grpo.config import (
     VllmGeneratorConfig,
 )
 from megatron_grpo.conversion.config_json import read_model_spec
+from megatron_grpo.conversion.torch_dist import is_torch_dist
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import RolloutError, WeightExchangeError
 from megatron_grpo.generation.engine_output import completion
@@ -81,6 +82,8 @@ class VllmEngine:
         config = self._config
         arguments = EngineArgs(
             model=str(self._folder),
+            # A Megatron checkpoint holds no weights that vLLM reads; all come with the first push.
+            load_format="dummy" if is_torch_dist(self._folder) else "auto",
             skip_tokenizer_init=True,
             dtype=self._dtype,  # pyright: ignore[reportArgumentType]
             seed=0,

@@ -130,13 +130,14 @@ def origin_of(config: RunConfig) -> Origin:
 
 
 def folder_identity(folder: Path) -> str:
-    """Digest of a Hugging Face folder: its config, and size and both ends of every weights file.
+    """Digest of a model folder: its config, and size and both ends of every weights file.
 
     Reading all of a large model would take minutes; another training run of the same model differs
     in these bytes too.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.distcp")]
+    for file in [folder / "config.json", *sorted(weights)]:
         size = file.stat().st_size
         digest.update(f"{file.name}/{size}/".encode())
         with file.open("rb") as content:

@@ -125,9 +125,15 @@ def test_fields_that_change_the_mathematics_are_refused_by_name(
 
 
 def test_rope_kinds_that_are_not_supported_are_refused_by_name() -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
-    with pytest.raises(CheckpointError, match=r"rope_type: is not supported \(found 'yarn'\)"):
-        parse_model_spec(config(rope_parameters=yarn), "config.json")
+    long = {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0}
+    with pytest.raises(CheckpointError, match=r"rope_type: is not supported \(found 'longrope'\)"):
+        parse_model_spec(config(rope_parameters=long), "config.json")
+    for partial in (
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": 0.5},
+    ):
+        with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+            parse_model_spec(config(**partial), "config.json")
     odd = {**ROPE, "mscale": 0.7}
     with pytest.raises(CheckpointError, match=r"rope_parameters\.mscale"):
         parse_model_spec(config(rope_parameters=odd), "config.json")
@@ -143,12 +149,25 @@ LLAMA3 = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
         LLAMA3,
         {**LLAMA3, "factor": 8.0, "low_freq_factor": 2.0, "original_max_position_embeddings": 512},
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        YARN,
+        {**YARN, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0},
+        {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "factor": 40.0},
+        {**YARN, "truncate": False, "original_max_position_embeddings": 64},
     ],
 )
 def test_rope_frequencies_equal_huggingface(parameters: dict[str, Any]) -> None:
@@ -157,7 +176,7 @@ def test_rope_frequencies_equal_huggingface(parameters: dict[str, Any]) -> None:
     hf = LlamaConfig(**fields)
     hf.head_dim = 64
     want, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf, torch.device("cpu"))
-    assert scale == 1.0
+    assert spec.rope.attention_scale == pytest.approx(scale, rel=1e-12)
     torch.testing.assert_close(inverse_frequencies(spec.rope, 64), want, rtol=1e-6, atol=0)
 
 

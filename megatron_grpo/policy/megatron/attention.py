@@ -66,11 +66,11 @@ class PackParams(PackedSeqParams):
 
 
 def rotary_tables(
-    position_T: Tensor, frequencies: Tensor, dtype: torch.dtype
+    position_T: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, head_dim / 2] of position times frequency, computed in fp32."""
+    """cos and sin [T, head_dim / 2] of position times frequency, times `scale`, in fp32."""
     angles = position_T[:, None].float() * frequencies.to(position_T.device)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 class Rotate(torch.autograd.Function):

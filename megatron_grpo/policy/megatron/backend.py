@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
 from megatron_grpo.conversion.families import ModelSpec
-from megatron_grpo.conversion.hf_folder import HfFolder
+from megatron_grpo.conversion.megatron_folder import Checkpoint, open_checkpoint
 from megatron_grpo.errors import (
     CheckpointError,
     ClusterError,
@@ -75,7 +75,7 @@ class _Parts:
 
     device: torch.device
     spec: ModelSpec
-    source: HfFolder
+    source: Checkpoint
     wrapped: list[DistributedDataParallel]
     bound: list[BoundParameter]
     engine: Engine
@@ -88,7 +88,8 @@ class MegatronRank:
 
     Args:
         config: of the whole policy.
-        model: the Hugging Face folder that initial weights, tokenizer and side files come from.
+        model: the Hugging Face folder, or Megatron checkpoint, that initial weights, tokenizer
+            and side files come from.
         seed: of the run; weights come from the checkpoint, so it feeds Megatron's generators only.
         rank: of this process, in [0, world_size).
         deadline_s: longest wait for another rank in any one collective.
@@ -145,7 +146,7 @@ class MegatronRank:
             CheckpointError: the model folder is incomplete or not supported.
             ClusterError: another rank did not come within the deadline.
         """
-        source = HfFolder(self._model.folder)
+        source = open_checkpoint(self._model.folder)
         self._config.parallel.check_model(source.spec.shape)
         check_stages(source.spec, self._config.parallel)
         device = prepare_device(self._config.threads_per_rank)
@@ -160,7 +161,7 @@ class MegatronRank:
         bound = bind_parameters(chunks, source.spec)
         load_weights(bound, source)
         if self._frozen_folder is not None:
-            self._frozen = FrozenWeights(bound, HfFolder(self._frozen_folder), source)
+            self._frozen = FrozenWeights(bound, open_checkpoint(self._frozen_folder), source)
         wrapped = wrap_chunks(chunks, self._config)
         engine = Engine(
             chunks,
@@ -369,7 +370,7 @@ class MegatronRank:
                 str(folder), "another save has not ended", remedy="finish it first"
             )
         self._sync_parameters()
-        self._writing = begin_save(folder, parts.wrapped, parts.updater)
+        self._writing = begin_save(folder, parts.wrapped, parts.updater, parts.source.side_files)
 
     def save_done(self) -> bool:
         """Whether this rank has written its share."""

@@ -50,17 +50,26 @@ class Writing:
     share of it.
     """
 
-    def __init__(self, folder: Path, request: Any) -> None:
+    def __init__(self, folder: Path, request: Any, side_files: Sequence[Path]) -> None:
         self.folder = folder
+        self.side_files = side_files
         self.request = request
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="write-checkpoint")
         self.share = self.pool.submit(_write, request)
 
 
 def begin_save(
-    folder: Path, chunks: Sequence[DistributedDataParallel], updater: Updater
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    updater: Updater,
+    side_files: Sequence[Path],
 ) -> Writing:
-    """Copy the state and start writing it. Collective; raises CheckpointError on every rank."""
+    """Copy the state and start writing it. Collective; raises CheckpointError on every rank.
+
+    Args:
+        side_files: the model's config, tokenizer and so on, without which the folder could not be
+            converted.
+    """
     first = dist.get_rank() == 0
     agree(attempt(lambda: begin_folder(folder)) if first else None)
     _fill_optimizer_state(updater)
@@ -81,7 +90,7 @@ def begin_save(
     except (OSError, CheckpointingException) as error:
         problem = CheckpointError(str(folder), f"cannot be written: {error}")
     agree(problem)
-    return Writing(folder, request)
+    return Writing(folder, request, side_files)
 
 
 def finish_save(writing: Writing) -> None:
@@ -101,7 +110,8 @@ def finish_save(writing: Writing) -> None:
     except (OSError, CheckpointingException, CheckpointException) as error:
         problem = CheckpointError(str(folder), f"cannot be written: {error}")
     agree(problem)
-    agree(attempt(lambda: finish_folder(folder, {}, 0, [])) if dist.get_rank() == 0 else None)
+    side = writing.side_files
+    agree(attempt(lambda: finish_folder(folder, {}, 0, side)) if dist.get_rank() == 0 else None)
 
 
 def _write(request: Any) -> None:

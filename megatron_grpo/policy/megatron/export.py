@@ -14,12 +14,12 @@ from torch import Tensor
 from megatron_grpo.conversion.families import CANONICAL_NAMES, ModelSpec
 from megatron_grpo.conversion.hf_folder import (
     SINGLE,
-    HfFolder,
     begin_folder,
     finish_folder,
     partial_folder,
     write_shard,
 )
+from megatron_grpo.conversion.megatron_folder import Checkpoint
 from megatron_grpo.conversion.rules import Direct, Vocabulary
 from megatron_grpo.conversion.sharding import join, shard_of
 from megatron_grpo.errors import CheckpointError
@@ -105,7 +105,7 @@ def _mark_sharded(parameter: torch.nn.Parameter, rule: Direct) -> None:
         )
 
 
-def load_weights(bound: Sequence[BoundParameter], folder: HfFolder) -> None:
+def load_weights(bound: Sequence[BoundParameter], folder: Checkpoint) -> None:
     """Fill this rank's parameters from a checkpoint, reading only this rank's share of it."""
     with torch.no_grad():
         for item in bound:
@@ -217,7 +217,7 @@ def frozen_tensors(bound: Sequence[BoundParameter]) -> frozenset[str]:
     )
 
 
-def export_folder(bound: Sequence[BoundParameter], source: HfFolder, target: Path) -> None:
+def export_folder(bound: Sequence[BoundParameter], source: Checkpoint, target: Path) -> None:
     """Write a Hugging Face checkpoint: one weight file per pipeline stage, index, side files.
     Collective.
 

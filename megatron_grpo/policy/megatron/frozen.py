@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_grpo.conversion.hf_folder import HfFolder
+from megatron_grpo.conversion.megatron_folder import Checkpoint
 from megatron_grpo.errors import CheckpointError
 from megatron_grpo.policy.megatron.export import BoundParameter, load_weights
 
@@ -30,7 +30,9 @@ class FrozenWeights:
         CheckpointError: the frozen model has another architecture.
     """
 
-    def __init__(self, bound: Sequence[BoundParameter], folder: HfFolder, like: HfFolder) -> None:
+    def __init__(
+        self, bound: Sequence[BoundParameter], folder: Checkpoint, like: Checkpoint
+    ) -> None:
         if replace(folder.spec, dtype="") != replace(like.spec, dtype=""):
             raise CheckpointError(
                 "algorithm.reference_path",

@@ -33,6 +33,7 @@ from megatron_grpo.config import MegatronPolicyConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.conversion.sharding import padded_vocabulary
+from megatron_grpo.errors import ConfigError
 from megatron_grpo.policy.megatron.attention import PackedAttention, RMSNorm
 from megatron_grpo.policy.megatron.mixture import mixture_settings, repair_mixture
 from megatron_grpo.policy.megatron.mlp import GatedMLP
@@ -207,6 +208,13 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
             rope_scaling=False,
             vp_stage=stage,
         )
+        if use_te and spec.rope.attention_scale != 1.0:
+            raise ConfigError(
+                "policy.transformer_engine",
+                "its layers do not scale attention as this model's yarn rope does",
+                found=spec.rope.attention_scale,
+                remedy="set it to off",
+            )
         if use_te:
             model.rotary_pos_emb.inv_freq = inverse_frequencies(spec.rope, spec.head_dim)
         else:

@@ -221,6 +221,14 @@ class Engine:
         bounds = microbatch.cu_seqlens.to(self._device, torch.int32)
         # The true longest sequence: with the total, rope would take absolute offsets.
         longest = microbatch.max_sequence_tokens
+        limit = self._spec.rope.longest
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                "rope_type dynamic",
+                f"turns positions differently in sequences of more than {limit} tokens",
+                found=longest,
+                remedy="lower max_new_tokens or max_prompt_tokens",
+            )
         if self._use_te:
             packed = PackedSeqParams(qkv_format="thd")
         else:
@@ -228,7 +236,10 @@ class Engine:
             packed.lengths = tuple((bounds[1:] - bounds[:-1]).tolist())
             packed.families = () if sharing is None else sharing.families
             packed.cos, packed.sin = rotary_tables(
-                position_T, self._frequencies, self._model_config.params_dtype
+                position_T,
+                self._frequencies,
+                self._model_config.params_dtype,
+                self._spec.rope.attention_scale,
             )
         packed.cu_seqlens_q = packed.cu_seqlens_kv = bounds
         packed.max_seqlen_q = packed.max_seqlen_kv = longest

@@ -1,0 +1,120 @@
+"""Speed and memory of `convert` on a synthetic checkpoint, beside copying the same files.
+
+    python perf/bench/bench_convert.py FOLDER [--layers 20]
+
+Writes about 0.44 GB per layer and 2.1 GB for the vocabulary, three times, under FOLDER, and removes
+it again. Each part runs in a process of its own; nothing is held in memory between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_grpo.conversion.config_json import read_model_spec
+from megatron_grpo.conversion.hf_folder import write_shard
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+MEASURE = """
+import resource, sys, time
+from pathlib import Path
+from rich.console import Console
+from megatron_grpo.conversion.convert import Layout, to_hugging_face, to_megatron
+from megatron_grpo.conversion.hf_folder import HfFolder
+from megatron_grpo.conversion.megatron_folder import MegatronFolder
+what, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+start = time.monotonic()
+if what == "to-megatron":
+    to_megatron(HfFolder(source), target, Layout(2, 2), Console(quiet=True))
+else:
+    to_hugging_face(MegatronFolder(source), target, Console(quiet=True))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(time.monotonic() - start, peak)
+"""
+
+
+def write_source(folder: Path, layers: int) -> int:
+    """Random numbers, one shard per four layers or so; the bytes written."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    spec = read_model_spec(folder / "config.json")
+    block = torch.randn(1 << 24).mul_(0.02).bfloat16()
+    names, weight_map, total = list(spec.hf_names()), {}, 0
+    for number, start in enumerate(range(0, len(names), 40)):
+        part = names[start : start + 40]
+        file = f"model-{number:05d}.safetensors"
+
+        def numbers(name: str) -> torch.Tensor:
+            shape = torch.Size(spec.hf_shape(name))
+            return block.repeat(-(-shape.numel() // len(block)))[: shape.numel()].view(shape)
+
+        manifest = [(name, spec.hf_shape(name), torch.bfloat16) for name in part]
+        total += write_shard(folder / file, manifest, ((name, numbers(name)) for name in part))
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds to copy the files and see them on the disk, as the converter does."""
+    start = time.monotonic()
+    target.mkdir()
+    for file in sorted(source.iterdir()):
+        shutil.copyfile(file, target / file.name)
+        with (target / file.name).open("rb+") as written:
+            os.fsync(written.fileno())
+    return time.monotonic() - start
+
+
+def convert(what: str, source: Path, target: Path) -> tuple[float, int]:
+    run = [sys.executable, "-c", MEASURE, what, str(source), str(target)]
+    seconds, peak = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+    return float(seconds), int(peak)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=20)
+    arguments = parser.parse_args()
+    folder, gib = arguments.folder, 1 << 30
+    try:
+        total = write_source(folder / "hf", arguments.layers)
+        largest = CONFIG["vocab_size"] * CONFIG["hidden_size"] * 2
+        print(f"{total / gib:.2f} GiB, largest tensor {largest / gib:.2f} GiB")
+        for what, source, target in (("to-megatron", "hf", "m"), ("to-hf", "m", "back")):
+            copied_s = copy(folder / source, folder / "copy")
+            shutil.rmtree(folder / "copy")
+            seconds, peak = convert(what, folder / source, folder / target)
+            speed = f"{seconds:.1f} s, {copied_s / seconds:.2f} of the speed of copying"
+            memory = f"peak {peak / gib:.2f} GiB of {2 * largest / gib + 1:.2f} GiB allowed"
+            print(f"{what}: {speed} ({copied_s:.1f} s); {memory}", flush=True)
+            shutil.rmtree(folder / source)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
