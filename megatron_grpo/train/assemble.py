@@ -6,10 +6,8 @@ first; then ranks and engines start side by side; then the weight channel joins 
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +21,7 @@ from megatron_grpo.config import (
 from megatron_grpo.devices import resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, Environment, Generator, PolicyBackend
+from megatron_grpo.train.backends import cluster_backends, policy_alone, reference_backends
 from megatron_grpo.train.data_summary import (
     DataSummary,
     print_data_summary,
@@ -43,7 +42,7 @@ from megatron_grpo.train.summary import Summary, print_summary, summarize, write
 from megatron_grpo.train.task_environments import build_environment, mixture_of
 
 if TYPE_CHECKING:
-    from megatron_grpo.runtime.ray_cluster import Member, RayCluster
+    pass
 
 
 def run_training(
@@ -271,149 +270,3 @@ def check_model_folder(folder: Path, key: str = "model.path") -> None:
             remedy="give a Hugging Face folder, or write one with: "
             "python -m megatron_grpo.conversion.smollm2",
         )
-
-
-@contextmanager
-def reference_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generator]]:
-    """Plain Hugging Face on both sides, in this process."""
-    from megatron_grpo.generation.reference import ReferenceGenerator
-    from megatron_grpo.generation.stopping import stop_token_ids
-    from megatron_grpo.policy.reference import ReferencePolicy
-    from megatron_grpo.weights.in_process import InProcessChannel, hugging_face_manifest
-
-    if config.policy.type != "reference" or config.engines.type != "reference":
-        raise ConfigError("policy.type", "only reference with reference runs in one process")
-    folder = config.model.folder
-    channel = InProcessChannel(hugging_face_manifest(folder), deadline_s=config.weights.deadline_s)
-    policy = ReferencePolicy(folder, config.policy, channel.sender, frozen=config.reference_folder)
-    generator = ReferenceGenerator(
-        folder,
-        config.engines,
-        config.sampling.temperature,
-        stop_token_ids(folder),
-        channel.receivers[0],
-        keep_cache=config.weights.running_requests == "keep_cache",
-    )
-    try:
-        yield policy, generator
-    finally:
-        generator.close()
-        policy.close()
-
-
-@contextmanager
-def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
-    """A policy whose weights nobody pulls."""
-    from megatron_grpo.policy.reference import ReferencePolicy
-    from megatron_grpo.weights.in_process import InProcessChannel
-
-    if config.policy.type == "reference":
-        channel = InProcessChannel((), deadline_s=config.weights.deadline_s, num_receivers=0)
-        policy = ReferencePolicy(
-            config.model.folder, config.policy, channel.sender, frozen=config.reference_folder
-        )
-        try:
-            yield policy
-        finally:
-            policy.close()
-        return
-    from megatron_grpo.runtime.placement import plan_placement
-    from megatron_grpo.runtime.policy_proxy import RayPolicy
-    from megatron_grpo.runtime.ray_cluster import RayCluster
-
-    parallel = config.policy.parallel
-    placement = plan_placement(parallel.world_size, 0, 1, config.cluster.gpus_per_rank, parallel)
-    with RayCluster(config.cluster, placement) as cluster:
-        ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
-        yield ranks
-        ranks.close()
-
-
-def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
-    """The actors of the Megatron policy."""
-    if config.policy.type != "megatron":
-        raise ConfigError("policy.type", "has no ranks")
-    world = config.policy.parallel.world_size
-    rank_env = {
-        "OMP_NUM_THREADS": str(config.policy.threads_per_rank),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
-    start_s = config.cluster.start_deadline_s
-    return [
-        cluster.start(
-            f"policy rank {r}",
-            r,
-            "megatron_grpo.policy.megatron.backend:MegatronRank",
-            (config.policy, config.model, config.seed, r, world, start_s, config.reference_folder),
-            rank_env,
-            nsys=r in config.cluster.nsys_ranks,
-        )
-        for r in range(world)
-    ]
-
-
-@contextmanager
-def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generator]]:
-    """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from megatron_grpo.conversion.config_json import read_model_spec
-    from megatron_grpo.generation.engine_env import engine_env
-    from megatron_grpo.runtime.generator_proxy import RayGenerator
-    from megatron_grpo.runtime.placement import plan_placement
-    from megatron_grpo.runtime.policy_proxy import RayPolicy
-    from megatron_grpo.runtime.ray_cluster import RayCluster
-    from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
-    from megatron_grpo.weights.exchange import Exchange
-    from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
-
-    if config.policy.type != "megatron" or config.engines.type != "vllm":
-        raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
-    parallel, engines = config.policy.parallel, config.engines
-    world = parallel.world_size
-    gpu = config.cluster.gpus_per_rank > 0
-    placement = plan_placement(
-        world, engines.engines, engines.tensor, config.cluster.gpus_per_rank, parallel
-    )
-    threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
-    with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
-        engine_members = [
-            cluster.start(
-                f"engine {e}",
-                placement.engine_bundle(e),
-                "megatron_grpo.generation.vllm_engine:VllmEngine",
-                (engines, config.model, config.sampling),
-                engine_env(engines, threads, gpu=gpu),
-            )
-            for e in range(engines.engines)
-        ]
-        policy = RayPolicy(start_ranks(config, cluster), config.cluster)
-        generator = RayGenerator(engine_members, engines.tensor, config.cluster)
-        dtype = resolve_dtype(engines.dtype, gpu=gpu)
-        backend = config.weights.backend
-        backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
-        layers = read_model_spec(config.model.folder / "config.json").num_layers
-        exchange = Exchange(
-            policy.open_channel(),
-            PolicyLayout.of(parallel, layers),
-            FleetLayout.of(engines, layers),
-            dtype,
-            backend,
-            config.weights.bucket_bytes,
-            config.weights.deadline_s,
-            config.weights.verify,
-            config.weights.running_requests,
-            (policy.hosts, generator.hosts),
-            str((config.folder / "weights").resolve()),
-        )
-        joined = background.submit(generator.connect_weights, exchange)
-        policy.connect_weights(exchange)
-        joined.result()
-        if engines.colocated:
-            turns = Turns(generator)
-            yield ColocatedPolicy(policy, turns), ColocatedGenerator(generator, turns)
-        else:
-            yield policy, generator
-        generator.close()
-        policy.close()

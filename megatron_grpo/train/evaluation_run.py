@@ -13,9 +13,8 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.train.assemble import (
     build_environment,
     check_model_folder,
-    cluster_backends,
-    reference_backends,
 )
+from megatron_grpo.train.backends import cluster_backends, reference_backends
 from megatron_grpo.train.evaluate import Evaluation, Evaluator, scored
 from megatron_grpo.train.evaluation_report import print_evaluation, write_evaluation
 from megatron_grpo.train.loop import push_weights

@@ -228,7 +228,7 @@ def push_weights(
         WeightExchangeError: the engines did not confirm `version` within the deadline.
     """
     pull = generator.pull_weights(version)
-    push = policy.push_weights(version)
+    policy.push_weights(version)
     wait_for_any([pull], timeout=deadline_s)
     if not pull.done():
         raise WeightExchangeError(
@@ -240,7 +240,6 @@ def push_weights(
     if taken.version != version:
         raise WeightExchangeError(
             "engines",
-            f"confirmed version {taken.version} with {taken.num_tensors} tensors, but version "
-            f"{version} with {push.num_tensors} was sent",
+            f"confirmed version {taken.version}, but version {version} was sent",
             remedy="this is a fault of the weight channel; report it",
         )

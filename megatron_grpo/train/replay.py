@@ -15,7 +15,8 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Algorithm, PolicyBackend
 from megatron_grpo.rollouts.stored_source import StoredSource
 from megatron_grpo.rollouts.zarr_store import ZarrStore
-from megatron_grpo.train.assemble import build_grpo, policy_alone
+from megatron_grpo.train.assemble import build_grpo
+from megatron_grpo.train.backends import policy_alone
 from megatron_grpo.train.checkpoints import Checkpoint, list_checkpoints, problem_of
 from megatron_grpo.train.loop import train_on
 from megatron_grpo.train.metrics import METRICS_FILE, Phases

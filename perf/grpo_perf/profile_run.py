@@ -34,10 +34,9 @@ from megatron_grpo.train.assemble import (
     build_run,
     build_scorer,
     check_model_folder,
-    cluster_backends,
     open_saver,
-    policy_alone,
 )
+from megatron_grpo.train.backends import cluster_backends, policy_alone
 from megatron_grpo.train.data_run import build_data_run
 from megatron_grpo.train.evaluate import Evaluation
 from megatron_grpo.train.heldout import HeldoutLoss

@@ -14,16 +14,17 @@ from megatron_grpo.train.loop import learn, publish, push_weights
 class Recorder:
     """Notes every call; plays policy, generator, evaluator and source at once."""
 
-    def __init__(self, pulled_tensors: int = 2, pull_ends: bool = True) -> None:
+    def __init__(self, pulled_version: int | None = None, pull_ends: bool = True) -> None:
         self.calls: list[str] = []
-        self.pulled_tensors = pulled_tensors
+        self.pulled_version = pulled_version
         self.pull_ends = pull_ends
 
     def pull_weights(self, version: int) -> Future[PullReport]:
         self.calls.append(f"pull {version}")
         future: Future[PullReport] = Future()
         if self.pull_ends:
-            future.set_result(PullReport(version, self.pulled_tensors, 8, 0.0))
+            confirmed = version if self.pulled_version is None else self.pulled_version
+            future.set_result(PullReport(confirmed, 2, 8, 0.0))
         return future
 
     def push_weights(self, version: int) -> PushReport:
@@ -74,9 +75,9 @@ def test_weights_arrive_and_are_evaluated_before_the_source_may_generate_with_th
     assert parts.calls == ["pause", "pull 4", "push 4", "evaluate 4", "published 4"]
 
 
-def test_engines_that_took_fewer_tensors_than_were_sent_are_an_error():
-    parts = Recorder(pulled_tensors=1)
-    with pytest.raises(WeightExchangeError, match="with 1 tensors, but version 3 with 2 was sent"):
+def test_engines_that_confirm_another_version_are_an_error():
+    parts = Recorder(pulled_version=2)
+    with pytest.raises(WeightExchangeError, match="confirmed version 2, but version 3 was sent"):
         push_weights(parts, parts, 3, 1.0)
 
 
