@@ -7,20 +7,18 @@ part in every collective: membership follows the rank's place in the layout, nev
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron_grpo.batch import BatchShape, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
-from megatron_grpo.conversion.families import ModelSpec
-from megatron_grpo.conversion.megatron_folder import Checkpoint, open_checkpoint
+from megatron_grpo.conversion.megatron_folder import open_checkpoint
 from megatron_grpo.errors import (
     CheckpointError,
     ClusterError,
@@ -36,24 +34,16 @@ from megatron_grpo.policy.megatron.checkpoint import (
     load_checkpoint,
 )
 from megatron_grpo.policy.megatron.device import (
-    choose_transformer_engine,
-    compute_dtype,
     prepare_device,
 )
 from megatron_grpo.policy.megatron.export import (
-    BoundParameter,
     LocalParts,
-    bind_parameters,
     export_folder,
     frozen_tensors,
-    load_weights,
 )
-from megatron_grpo.policy.megatron.frozen import FrozenWeights
 from megatron_grpo.policy.megatron.mixture import check_stages
-from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
-from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
-from megatron_grpo.policy.megatron.schedule import Engine, Totals
-from megatron_grpo.policy.megatron.timers import SpanTimers
+from megatron_grpo.policy.megatron.parts import Parts, build_parts, shares_prefixes
+from megatron_grpo.policy.megatron.schedule import Totals
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Float32
@@ -67,20 +57,6 @@ from megatron_grpo.weights.rendezvous import (
     join_store,
     routable_address,
 )
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What `start` builds."""
-
-    device: torch.device
-    spec: ModelSpec
-    source: Checkpoint
-    wrapped: list[DistributedDataParallel]
-    bound: list[BoundParameter]
-    engine: Engine
-    updater: Updater
-    use_te: bool
 
 
 class MegatronRank:
@@ -123,9 +99,8 @@ class MegatronRank:
         self._world_size = world_size
         self._deadline_s = deadline_s
         self._frozen_folder = frozen
-        self._frozen: FrozenWeights | None = None
         self._rendezvous_store: TCPStore | None = None
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._exchange_store: TCPStore | None = None
         self._sender: CollectiveSender | DiskSender | None = None
         self._writing: Writing | None = None
@@ -151,31 +126,8 @@ class MegatronRank:
         check_stages(source.spec, self._config.parallel)
         device = prepare_device(self._config.threads_per_rank)
         self._join(rendezvous, device)
-        use_te = choose_transformer_engine(self._config.transformer_engine, device)
-        dtype = compute_dtype(self._config.dtype, device)
-        megatron_config = transformer_config(source.spec, self._config, dtype, use_te)
-        megatron_config.timers = SpanTimers(self.spans, device)  # type: ignore[assignment]
-        chunks = build_chunks(source.spec, megatron_config, use_te)
-        for chunk in chunks:
-            chunk.to(device=device, dtype=dtype)
-        bound = bind_parameters(chunks, source.spec)
-        load_weights(bound, source)
-        if self._frozen_folder is not None:
-            self._frozen = FrozenWeights(bound, open_checkpoint(self._frozen_folder), source)
-        wrapped = wrap_chunks(chunks, self._config)
-        engine = Engine(
-            chunks,
-            wrapped,
-            source.spec,
-            device,
-            self._config.overlap_grad_reduce,
-            self._config.overlap_param_gather,
-            self._shares_prefixes(use_te),
-            use_te,
-        )
-        updater = Updater(wrapped, self._config)
-        updater.zero_grad()
-        self._parts = _Parts(device, source.spec, source, wrapped, bound, engine, updater, use_te)
+        frozen = None if self._frozen_folder is None else open_checkpoint(self._frozen_folder)
+        self._parts = build_parts(self._config, source, frozen, device, self.spans)
 
     def _join(self, rendezvous: Rendezvous, device: torch.device) -> None:
         store = PrefixStore("policy", join_store(rendezvous, self._deadline_s))
@@ -207,7 +159,7 @@ class MegatronRank:
             dist.destroy_process_group()
 
     @property
-    def _started(self) -> _Parts:
+    def _started(self) -> Parts:
         if self._parts is None:
             raise ClusterError(
                 f"policy rank {self._rank}", "is not running", remedy="call start first"
@@ -224,15 +176,8 @@ class MegatronRank:
             microbatch_tokens=self._config.microbatch_tokens,
             sequence_multiple=parallel.sequence_multiple,
             microbatch_multiple=parallel.microbatch_multiple,
-            keep_groups=self._shares_prefixes(self._started.use_te),
+            keep_groups=shares_prefixes(parallel, self._started.use_te),
         )
-
-    def _shares_prefixes(self, use_te: bool) -> bool:
-        """Common beginnings are computed once by our own attention, where a rank holds whole
-        sequences and micro-batches may differ in length.
-        """
-        parallel = self._config.parallel
-        return not use_te and parallel.sequence_multiple == 1 and parallel.virtual_pipeline == 1
 
     @property
     def layout(self) -> str:
@@ -304,14 +249,14 @@ class MegatronRank:
         Raises:
             PolicyError: this rank was built without one.
         """
-        if self._frozen is None:
+        if self._started.frozen is None:
             raise PolicyError(
                 "reference_logprobs",
                 "this policy was built without a frozen model",
                 remedy="give its folder when the policy is made",
             )
         self._sync_parameters()
-        with self._frozen.in_place():
+        with self._started.frozen.in_place():
             return self.logprobs(microbatches, temperature)
 
     # Weights out

@@ -9,7 +9,7 @@ methods here and nowhere else.
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from megatron.core import parallel_state
@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_grpo.config import MegatronPolicyConfig
+from megatron_grpo.config.parallel import ParallelConfig
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.conversion.sharding import padded_vocabulary
@@ -66,16 +67,6 @@ def transformer_config(
     spec: ModelSpec, config: MegatronPolicyConfig, dtype: torch.dtype, use_te: bool
 ) -> TransformerConfig:
     """Model and layout as Megatron wants them. Nothing is left to a default."""
-    parallel = config.parallel
-    recompute: dict[str, Any] = {}
-    if config.recompute == "full":
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    elif config.recompute == "selective":
-        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden,
@@ -107,23 +98,6 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
-        # Layout.
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=(
-            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
-        ),
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        sequence_parallel=parallel.sequence,
-        moe_token_dispatcher_type="alltoall",  # demanded by variable lengths, dense or not
-        # Megatron's exchange of shapes mixes up the two neighbours where they are the same rank
-        # (two stages under virtual pipelining): equal lengths there, see schedule.
-        variable_seq_lengths=parallel.virtual_pipeline == 1,
-        batch_p2p_comm=False,
-        overlap_p2p_comm=False,
-        deallocate_pipeline_outputs=True,
         # Losses arrive already divided by the batch's denominator: gradients are plain sums.
         calculate_per_token_loss=True,
         params_dtype=dtype,
@@ -131,9 +105,43 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,  # every weight comes from the checkpoint
         use_cpu_initialization=True,
-        **recompute,
+        **_recompute_settings(config.recompute),
+        **_layout_settings(config.parallel),
         **mixture_settings(spec, use_te),
     )
+
+
+def _recompute_settings(recompute: Literal["none", "selective", "full"]) -> dict[str, Any]:
+    if recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": (
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence,
+        "moe_token_dispatcher_type": "alltoall",  # demanded by variable lengths, dense or not
+        # Megatron's exchange of shapes mixes up the two neighbours where they are the same rank
+        # (two stages under virtual pipelining): equal lengths there, see schedule.
+        "variable_seq_lengths": parallel.virtual_pipeline == 1,
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+    }
 
 
 def layer_spec(
