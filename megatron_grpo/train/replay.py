@@ -27,7 +27,9 @@ from megatron_grpo.train.saver import POLICY_FOLDER
 
 # Largest relative difference that another order of additions explains, in float32.
 _ROUNDING = 1e-3
-_NOTHING = 1e-6
+# What differences are measured against where the number itself is smaller. A loss is a mean of
+# terms of order one (advantages have a spread of one) that cancel to nothing on policy.
+_SCALES = {"loss": 1.0, "grad_norm": 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class ReplayedStep:
 
     @property
     def largest(self) -> float:
-        """Largest relative difference of loss and gradient norm; absolute where they are tiny."""
-        return max(_difference(*self.numbers[name]) for name in ("loss", "grad_norm"))
+        """Largest difference of loss and gradient norm, relative to their scales."""
+        return max(_difference(name, *self.numbers[name]) for name in _SCALES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +163,8 @@ def _again(learner: _Learner, source: StoredSource, record: StepRecord) -> Repla
     return ReplayedStep(record.step, pairs)
 
 
-def _difference(before: float, now: float) -> float:
-    return abs(now - before) / max(abs(before), _NOTHING)
+def _difference(name: str, before: float, now: float) -> float:
+    return abs(now - before) / max(abs(before), _SCALES[name])
 
 
 def _print(replay: Replay, console: Console) -> None:
