@@ -295,8 +295,18 @@ def _children_in_a_group_of_their_own() -> Iterator[None]:
             os.setpgid(0, placeholder.pid)
             yield
         finally:
-            os.setpgid(0, 0 if before == os.getpid() else before)
-            placeholder.kill()
+            placeholder.kill()  # first: leaving this block waits for it
+            _return_to_group(before)
+
+
+def _return_to_group(group: int) -> None:
+    """A group ends with its last member, which this process may have been: in the background of a
+    shell that is gone. It then leads a group of its own.
+    """
+    try:
+        os.setpgid(0, 0 if group == os.getpid() else group)
+    except PermissionError:
+        os.setpgid(0, 0)
 
 
 @contextmanager

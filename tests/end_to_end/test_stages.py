@@ -151,7 +151,8 @@ def test_a_finished_run_is_left_as_it_is_and_a_changed_stage_is_refused(folder, 
 def test_the_rehearsal_runs_its_stages_on_the_real_stack_under_three_layouts(tmp_path):
     write_checkpoint(DEFAULT_FOLDER.expanduser(), Console(quiet=True))
     path = ROOT / "configs/debug/deepscaler_rehearsal_cpu.yaml"
-    config = load_config(path, [f"run_dir={tmp_path / 'run'}"])
+    fewer = ["rollouts.group_size=2", "evaluation.samples=1"]  # the same stages in half the time
+    config = load_config(path, [f"run_dir={tmp_path / 'run'}", *fewer])
     run_training(config, Console(quiet=True))
     rows = steps_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]

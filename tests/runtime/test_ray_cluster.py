@@ -55,3 +55,29 @@ def test_i1_what_can_never_be_granted_is_refused_at_once():
         RayCluster(ClusterConfig(placement_deadline_s=600.0), plan_placement(2, 0, 1, 1))
     assert time.monotonic() - started < 120  # of which Ray's own start takes most
     assert not ray.is_initialized()
+
+
+ORPHAN = """
+import os, sys, time
+from megatron_grpo.runtime.ray_cluster import _children_in_a_group_of_their_own
+while os.getppid() == int(sys.argv[2]):
+    time.sleep(0.05)
+with _children_in_a_group_of_their_own():
+    pass
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(f"{os.getpgrp() == os.getpid()}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+"""
+
+
+def test_a_run_in_the_background_of_a_shell_that_is_gone_starts_all_the_same(tmp_path):
+    """Its group is gone once it leaves it: it cannot go back, and leads one of its own."""
+    script, said = tmp_path / "orphan.py", tmp_path / "said"
+    script.write_text(ORPHAN)
+    shell = f"{sys.executable} {script} {said} $$ &"
+    subprocess.run(["sh", "-c", shell], process_group=0, timeout=60)
+    until = time.monotonic() + 60
+    while not said.exists():
+        assert time.monotonic() < until, "the orphan did not get through"
+        time.sleep(0.1)
+    assert said.read_text() == "True"
