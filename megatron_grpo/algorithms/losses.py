@@ -159,12 +159,17 @@ def kl_loss(
     exact: the value of the estimator with the gradient of k2. plain: the estimator differentiated
     as written (k3: GRPO, arXiv:2402.03300, equation 4).
     """
-    d_T = (logprob_T - reference_logprob_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    k2_T = d_T.square() / 2
-    if estimator == "k2":
-        return k2_T
-    value_T = d_T if estimator == "k1" else torch.expm1(-d_T) + d_T
-    return value_T if gradient == "plain" else value_T.detach() + k2_T - k2_T.detach()
+    d_T = (logprob_T - reference_logprob_T).detach()
+    # Only the exponential is held: a clamped d would pull nothing back from the furthest.
+    held_T = d_T.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    value_T, slope_T = {
+        "k1": (d_T, torch.ones_like(d_T)),
+        "k2": (d_T.square() / 2, d_T),
+        "k3": (torch.expm1(-held_T) + d_T, -torch.expm1(-held_T)),
+    }[estimator]
+    if gradient == "exact":
+        slope_T = d_T
+    return value_T + slope_T * (logprob_T - logprob_T.detach())
 
 
 def kl_estimates(log_ratio_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from megatron_grpo.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Value,
     tag_of,
 )
 from megatron_grpo.errors import ConfigError
@@ -80,6 +81,14 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         },
     }
 )
+
+
+def without_choices(section: Mapping[str, Value]) -> dict[str, Value]:
+    """An algorithm section less what presets decide: a preset that comes later (a stage, the
+    command line) replaces the choices made before it.
+    """
+    chosen = {"preset"}.union(*PRESETS.values())
+    return {key: value for key, value in section.items() if key not in chosen}
 
 
 class GrpoConfig(Section):

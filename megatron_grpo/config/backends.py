@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_grpo.config.base import (
-    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -33,6 +32,9 @@ class ModelConfig(Section):
         return self.path.expanduser()
 
 
+BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
 class OptimizerConfig(Section):
     """An optimizer with a warm-up and a schedule, counted in optimizer steps."""
 
@@ -40,7 +42,7 @@ class OptimizerConfig(Section):
     """adam: AdamW. sgd: with momentum. muon: orthogonalised momentum on the layers' matrices, AdamW
     on embeddings, head, norms and biases; under Megatron it needs the emerging_optimizers package.
     """
-    momentum: Fraction | None = None
+    momentum: BelowOne | None = None
     """Of sgd (null: 0.9) and muon (null: 0.95)."""
     learning_rate: PositiveFloat = 1e-6
     min_learning_rate: NonNegativeFloat = 0.0
@@ -52,8 +54,8 @@ class OptimizerConfig(Section):
     """Steps at the peak between warm-up and decay; of a wsd schedule, and required there."""
     decay_steps: PositiveInt | None = None
     """The step at which min_learning_rate is reached; required unless the schedule is constant."""
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.999
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     """Applied to matrices only, never to norms and biases; decoupled from the gradient, but for
@@ -81,6 +83,13 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> OptimizerConfig:
+        if self.min_learning_rate > self.learning_rate:
+            raise ConfigError(
+                "min_learning_rate",
+                f"is above learning_rate, {self.learning_rate:g}",
+                found=self.min_learning_rate,
+                remedy="lower it",
+            )
         if (self.stable_steps is not None) != (self.schedule == "wsd"):
             raise ConfigError(
                 "stable_steps",

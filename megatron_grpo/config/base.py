@@ -86,7 +86,7 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Value]:
 
 def merge(base: Mapping[str, Value], over: Mapping[str, Value]) -> dict[str, Value]:
     """Mappings merge key by key, everything else is replaced. A changed `type:` replaces its whole
-    section.
+    section, whose other keys belong to the old type; not so an optimizer's, which share theirs.
 
     >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
     {'a': {'x': 1, 'y': 3}}
@@ -98,6 +98,7 @@ def merge(base: Mapping[str, Value], over: Mapping[str, Value]) -> dict[str, Val
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             changed = "type" in value and value["type"] != old.get("type", value["type"])
+            changed = changed and key != "optimizer"
             merged[key] = dict(value) if changed else merge(old, value)
         else:
             merged[key] = value
@@ -122,7 +123,7 @@ def parse_override(text: str) -> tuple[list[str], Value]:
             f"argument {text!r}", "is not an override", remedy="write dotted.key=value"
         )
     stripped = raw.strip()
-    if stripped.lower() in ("null", "none", "~"):
+    if stripped in ("null", "Null", "NULL", "None", "~"):  # `none` is a choice of some keys
         return path, None
     if stripped[:1] in ("[", "{"):
         try:

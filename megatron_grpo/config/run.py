@@ -13,7 +13,12 @@ from typing import Annotated
 from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
-from megatron_grpo.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from megatron_grpo.config.algorithm import (
+    AlgorithmConfig,
+    GrpoConfig,
+    SftConfig,
+    without_choices,
+)
 from megatron_grpo.config.backends import (
     ClusterConfig,
     GeneratorConfig,
@@ -156,10 +161,25 @@ class RunConfig(Section):
         for stage in self.stages:
             ends += stage.steps
             changes = stage.model_dump(mode="json", exclude={"name", "steps"})
-            values = merge(base, {k: v for k, v in changes.items() if v})
+            before = base
+            if "preset" in stage.algorithm:
+                before = {**base, "algorithm": without_choices(base["algorithm"])}
+            values = merge(before, {k: v for k, v in changes.items() if v})
             values |= {"steps": ends, "stages": []}
             configs.append(validate(RunConfig, values, f"stage {stage.name}"))
+            self._check_carried_over(configs[-1], stage.name)
         return configs
+
+    def _check_carried_over(self, stage: RunConfig, name: str) -> None:
+        """Model and optimizer state go from stage to stage, so they must mean the same in each."""
+        before, now = self.policy.optimizer.type, stage.policy.optimizer.type
+        if before != now:
+            raise ConfigError(
+                f"stage {name}: policy.optimizer.type",
+                f"must stay {before}: its state is carried over",
+                found=now,
+                remedy="start another run from this one's model instead",
+            )
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -342,7 +362,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: one line per problem: file, key, value, remedy.
     """
-    return validate(RunConfig, apply_overrides(read_yaml(path), list(overrides)), path.name)
+    values = read_yaml(path)
+    algorithm = values.get("algorithm")
+    if isinstance(algorithm, dict) and any(o.startswith("algorithm.preset=") for o in overrides):
+        values["algorithm"] = without_choices(algorithm)
+    return validate(RunConfig, apply_overrides(values, list(overrides)), path.name)
 
 
 def dump_config(config: RunConfig) -> str:

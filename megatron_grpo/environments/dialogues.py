@@ -98,13 +98,13 @@ def _rows(task: DataTask, kind: type[Section]) -> Iterator[tuple[str, Section]]:
             yield where, validate(kind, cast(dict[str, Value], known), where)
         return
     name, text = _read(task.path)
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{name}:{number}"
         try:
             values = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(where, f"is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(where, "must be a JSON object", found=type(values).__name__)

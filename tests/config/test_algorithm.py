@@ -116,3 +116,48 @@ def test_a_frozen_model_on_megatron_refuses_what_would_overwrite_it():
     with pytest.raises(ConfigError, match="over those of the frozen reference model, which DPO"):
         load_config(DPO, [overlap])
     assert load_config(DPO, ["policy={type: megatron}"]).policy.type == "megatron"
+
+
+def written(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"name: x\nsteps: 4\nmodel: {{path: m}}\n{text}")
+    return path
+
+
+TASK = "task: {type: reasoning_gym, name: chain_sum}\n"
+SIDES = "policy: {type: megatron}\ngenerator: {type: vllm}\n"
+
+
+def test_a_preset_that_comes_later_replaces_the_choices_made_before(tmp_path):
+    from megatron_grpo.config import dump_config, load_config
+
+    algorithm = "algorithm: {type: grpo, preset: grpo, clip_high: 0.3}\n"
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_config(load_config(written(tmp_path, TASK + SIDES + algorithm))))
+    for overrides in (["algorithm.preset=gspo"], ["algorithm.preset=gspo", "algorithm.scale=none"]):
+        algorithm = load_config(resolved, overrides).algorithm
+        assert (algorithm.ratio_level, algorithm.clip_high) == ("sequence", 4e-4)
+        assert algorithm.kl_coefficient == 0.0
+        assert algorithm.scale == ("none" if len(overrides) == 2 else "std")
+
+
+def test_a_stage_may_take_another_preset_but_no_other_optimizer(tmp_path):
+    from megatron_grpo.config import load_config
+    from megatron_grpo.errors import ConfigErrors
+
+    stages = "stages: [{name: one, steps: 2}, {name: two, steps: 2, %s}]\n"
+    preset = written(tmp_path, TASK + SIDES + stages % "algorithm: {preset: gspo}")
+    first, second = load_config(preset).stage_configs()
+    assert (first.algorithm.ratio_level, second.algorithm.ratio_level) == ("token", "sequence")
+    policy = "policy: {distributed_optimizer: false, optimizer: {type: sgd}}"
+    with pytest.raises(ConfigErrors, match=r"stage two: policy.optimizer.type: must stay adam"):
+        load_config(written(tmp_path, TASK + SIDES + stages % policy))
+
+
+def test_another_optimizer_keeps_the_rate_and_schedule_that_were_written(tmp_path):
+    from megatron_grpo.config import load_config
+
+    policy = "policy: {type: reference, optimizer: {type: adam, learning_rate: 0.01}}\n"
+    path = written(tmp_path, TASK + policy + "generator: {type: reference}\n")
+    optimizer = load_config(path, ["policy.optimizer.type=sgd"]).policy.optimizer
+    assert (optimizer.type, optimizer.learning_rate) == ("sgd", 0.01)
