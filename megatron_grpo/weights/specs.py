@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_grpo.weights.rendezvous import Rendezvous
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -30,14 +28,6 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class SenderSpec:
-    """One sending rank: where its store listens, and what it sends, in order."""
-
-    rendezvous: Rendezvous
-    manifest: tuple[TensorSpec, ...]
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
