@@ -13,7 +13,7 @@ every rank, as with Transformer Engine; under sequence parallelism each rank run
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -146,22 +146,23 @@ class LatentAttention(MegatronModule):
         self.interleaved = interleaved
         self.dims = (config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim)
         plain, turned, value = self.dims
-        init, heads = config.init_method, config.num_attention_heads
+        heads = config.num_attention_heads
         column = partial(
             ColumnParallelLinear,
             config=config,
-            init_method=init,
+            init_method=cast(Any, config.init_method),
             bias=False,
             gather_output=False,
             tp_group=self.tp_group,
         )
-        if config.q_lora_rank is None:
+        self.query_rank = config.q_lora_rank
+        if self.query_rank is None:
             self.linear_q_proj = column(config.hidden_size, heads * (plain + turned))
         else:
-            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, config.q_lora_rank)
-            self.q_layernorm = LatentNorm(config, config.q_lora_rank)
-            self.linear_q_up_proj = column(config.q_lora_rank, heads * (plain + turned))
-        rank = config.kv_lora_rank
+            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, self.query_rank)
+            self.q_layernorm = LatentNorm(config, self.query_rank)
+            self.linear_q_up_proj = column(self.query_rank, heads * (plain + turned))
+        self.kv_rank = rank = config.kv_lora_rank
         self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, rank + turned)
         self.kv_layernorm = LatentNorm(config, rank)
         self.linear_kv_up_proj = column(rank, heads * (plain + value))
@@ -172,7 +173,7 @@ class LatentAttention(MegatronModule):
             heads * value,
             config.hidden_size,
             config=config,
-            init_method=config.output_layer_init_method,
+            init_method=cast(Any, config.output_layer_init_method),
             bias=False,
             input_is_parallel=True,
             skip_bias_add=True,
@@ -210,7 +211,7 @@ class LatentAttention(MegatronModule):
     def _query(self, hidden: Tensor, pack: PackParams) -> Tensor:
         """[T, heads, plain + turned]."""
         plain, turned, _ = self.dims
-        if self.config.q_lora_rank is None:
+        if self.query_rank is None:
             query, _ = self.linear_q_proj(hidden)
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
@@ -221,9 +222,7 @@ class LatentAttention(MegatronModule):
     def _key_and_value(self, hidden: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
         """[T, heads, plain + turned] and [T, heads, value]."""
         plain, turned, value_dim = self.dims
-        latent, shared = self.linear_kv_down_proj(hidden).split(
-            [self.config.kv_lora_rank, turned], dim=-1
-        )
+        latent, shared = self.linear_kv_down_proj(hidden).split([self.kv_rank, turned], dim=-1)
         # Every rank's heads add to the gradient of the one key: both sum it on the way back.
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)
