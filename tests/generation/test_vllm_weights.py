@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 def engine(folder, tmp_path_factory):
     """Of a converted folder, which holds nothing vLLM reads: all it has was pushed."""
     converted = tmp_path_factory.mktemp("converted") / "megatron"
-    to_megatron(HfFolder(folder), converted, Layout(2), Console(quiet=True))
+    to_megatron(HfFolder(folder), converted, Layout(), Console(quiet=True))
     engine = start_engine(converted)
     yield engine
     engine.stop()
