@@ -14,8 +14,10 @@ from toy import save_toy_tokenizer
 from megatron_grpo.config import RunConfig, load_config
 from megatron_grpo.conversion.smollm2 import DEFAULT_FOLDER, write_checkpoint
 from megatron_grpo.errors import ConfigError
+from megatron_grpo.policy.reference import ReferencePolicy
 from megatron_grpo.train import loop
 from megatron_grpo.train.assemble import run_training
+from megatron_grpo.train.replay import run_replay
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,6 +135,89 @@ def test_a_run_killed_inside_a_stage_goes_on_in_that_stage_to_the_same_weights(
     assert weights_digest(run_dir) == weights_digest(whole)
     losses = [[row["loss"] for row in steps_of(path)] for path in (run_dir, whole)]
     assert losses[0] == losses[1]
+
+
+@pytest.fixture(scope="module")
+def renewing(folder, tmp_path_factory):
+    """A run whose second stage begins with a new optimizer and freezes the model it starts from."""
+    run_dir = tmp_path_factory.mktemp("renewing") / "run"
+    run_training(renewed(folder, run_dir), Console(quiet=True))
+    return run_dir
+
+
+def renewed(folder, run_dir) -> RunConfig:
+    config = staged(folder, run_dir).model_dump(mode="json")
+    config["stages"][1] |= {"reset_optimizer": True, "renew_reference": True}
+    return RunConfig.model_validate(config)
+
+
+def test_a_stage_may_begin_with_a_new_optimizer_and_freeze_the_model_it_starts_from(
+    whole, renewing
+):
+    rows, without = steps_of(renewing), steps_of(whole)
+    assert [row["loss"] for row in rows[:2]] == [row["loss"] for row in without[:2]]
+    # The warm-up of three steps comes again, and ends in the third stage at that stage's rate.
+    rates = [1e-2 / 3, 2e-2 / 3, 1e-2 / 3, 2e-2 / 3, 1e-3, 1e-3]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
+    # At the stage's first step policy and frozen model are one; without renewal they are two.
+    assert rows[2]["kl_reference_k3"] == pytest.approx(0.0, abs=1e-6)
+    assert without[2]["kl_reference_k3"] > 1e-4
+    assert rows[3]["kl_reference_k3"] > 1e-6
+    assert sorted(path.name for path in (renewing / "reference").iterdir()) == ["b"]
+
+
+@pytest.mark.parametrize("killed_at", ["a's model", 3, 4])
+def test_a_stage_that_begins_anew_does_so_once_wherever_the_run_is_killed(
+    folder, renewing, tmp_path, monkeypatch, killed_at
+):
+    run_dir, one_step, export = tmp_path / "run", loop.one_step, ReferencePolicy.export
+    killed = []
+
+    def mortal_step(run, step):
+        if step == killed_at and not killed:
+            killed.append(step)
+            raise Killed
+        return one_step(run, step)
+
+    def mortal_export(policy, target):
+        if killed_at == "a's model" and not killed:
+            killed.append(target)
+            raise Killed
+        export(policy, target)
+
+    monkeypatch.setattr(loop, "one_step", mortal_step)
+    monkeypatch.setattr(ReferencePolicy, "export", mortal_export)
+    with pytest.raises(Killed):
+        run_training(renewed(folder, run_dir), Console(quiet=True))
+    run_training(renewed(folder, run_dir), Console(quiet=True))
+    assert weights_digest(run_dir) == weights_digest(renewing)
+    first = [row["learning_rate"] for row in steps_of(run_dir)]
+    assert first == [row["learning_rate"] for row in steps_of(renewing)]
+
+
+def test_a_replay_comes_past_the_reset_too(folder, tmp_path):
+    config = renewed(folder, tmp_path / "run").model_dump(mode="json")
+    config |= {"steps": 4, "stages": config["stages"][:2]}
+    run_training(RunConfig.model_validate(config), Console(quiet=True))
+    assert run_replay(tmp_path / "run", 3, [], Console(quiet=True)).exact
+
+
+def test_a_renewed_reference_cannot_be_asked_for_when_the_stage_is_under_way(folder, tmp_path):
+    short = staged(folder, tmp_path / "run").model_dump(mode="json")
+    short["stages"] = [short["stages"][0], {**short["stages"][1], "steps": 1}]
+    run_training(RunConfig.model_validate({**short, "steps": 3}), Console(quiet=True))
+    with pytest.raises(ConfigError, match="stage b: renew_reference: the stage is under way"):
+        run_training(renewed(folder, tmp_path / "run"), Console(quiet=True))
+
+
+def test_a_frozen_model_of_a_later_stage_is_looked_for_before_the_first_one_starts(
+    folder, tmp_path
+):
+    config = staged(folder, tmp_path / "run").model_dump(mode="json")
+    config["stages"][1]["algorithm"]["reference_path"] = "/nowhere"
+    with pytest.raises(ConfigError, match=r"stage b: algorithm\.reference_path: holds no config"):
+        run_training(RunConfig.model_validate(config), Console(quiet=True))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_is_left_as_it_is_and_a_changed_stage_is_refused(folder, whole):

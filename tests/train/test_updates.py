@@ -62,6 +62,7 @@ def test_ages_are_counted_per_token():
     tokens = tokens_of(groups)
     stats, update = StepStats(0.0, {}, {}, 0.0), UpdateStats(0.0, 0.0, 0.0)
     record = step_record(3, groups, batch, stats, update, {"generate": 1.0, "optimizer": 3.0})
+    assert record.metrics["turns_mean"] == 1.0
     # Made beside the steps before, so the rate is over the whole step.
     assert record.values()["generated_tokens_per_s"] == pytest.approx(sum(tokens_of(groups)) / 4)
     metrics = record.metrics
