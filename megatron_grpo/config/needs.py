@@ -81,7 +81,7 @@ NEEDS: tuple[Need, ...] = (
     *_needs("generator.gpu_memory_fraction", "cluster.gpus_per_rank", "1", _one_of(1)),
     *_needs("weights.backend bucket_bytes verify", "generator.type", "vllm", _one_of("vllm")),
     *_needs(
-        "cluster.address nodes gpus_per_rank nsys_ranks placement_deadline_s start_deadline_s",
+        "cluster.gpus_per_rank nsys_ranks",
         "policy.type",
         "megatron",
         _one_of("megatron"),

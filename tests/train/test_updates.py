@@ -62,7 +62,6 @@ def test_ages_are_counted_per_token():
     tokens = tokens_of(groups)
     stats, update = StepStats(0.0, {}, {}, 0.0), UpdateStats(0.0, 0.0, 0.0)
     record = step_record(3, groups, batch, stats, update, {"generate": 1.0, "optimizer": 3.0})
-    assert record.metrics["turns_mean"] == 1.0
     # Made beside the steps before, so the rate is over the whole step.
     assert record.values()["generated_tokens_per_s"] == pytest.approx(sum(tokens_of(groups)) / 4)
     metrics = record.metrics
@@ -72,6 +71,18 @@ def test_ages_are_counted_per_token():
     assert metrics["staleness/2"] == pytest.approx(1 - share)
     assert metrics["staleness_mean"] == pytest.approx(2 - share)
     assert metrics["staleness_max"] == 2
+
+
+def test_turns_are_stretches_of_sampled_tokens():
+    groups = make_groups(num_groups=2, group_size=2)
+    batch = Grpo(GrpoConfig()).make_batch(groups, BatchShape())
+    for rollout in groups[0].rollouts:  # F T T T F T: two turns; the others have one
+        rollout.loss_mask[:] = True
+        rollout.loss_mask[[0, -2]] = False
+    stats, update = StepStats(0.0, {}, {}, 0.0), UpdateStats(0.0, 0.0, 0.0)
+    assert step_record(1, groups, batch, stats, update, {}).metrics["turns_mean"] == 1.5
+    on_data = step_record(1, groups, batch, stats, update, {}, sampled=False)
+    assert "turns_mean" not in on_data.metrics
 
 
 def tokens_of(groups) -> list[int]:
