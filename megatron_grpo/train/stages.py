@@ -45,11 +45,15 @@ def plan_stages(config: RunConfig, newest: Checkpoint | None) -> StagePlan:
     stages = list(zip(config.stage_configs(), (stage.name for stage in config.stages)))
     left = [index for index, (stage, _) in enumerate(stages) if stage.steps > done]
     first = left[0] if left else len(stages) - 1
-    begins = newest is not None and first > 0 and stages[first - 1][0].steps == done
+    begins = first > 0 and stages[first - 1][0].steps == done
     if begins and _lacks_reference(config, first):
         # The stage before was stopped between its last checkpoint and its model: it ends first.
         first, begins = first - 1, False
-    moves_on = begins and not _changed(newest.folder / "config.yaml", stages[first - 1][0])
+    moves_on = (
+        begins
+        and newest is not None
+        and not _changed(newest.folder / "config.yaml", stages[first - 1][0])
+    )
     return StagePlan(
         tuple(stage for stage, _ in stages[first:]),
         tuple(name for _, name in stages[first:]),
