@@ -154,7 +154,7 @@ class RunConfig(Section):
         """A rate that never gets where it was meant to trains next to nothing."""
         steps = self.steps if self.stage is None else self.stage.of
         if self.stage is not None and self.stage.reset_optimizer:
-            steps = self.steps - self.stage.after
+            steps -= self.stage.after
         if isinstance(self.algorithm, GrpoConfig):
             steps *= self.algorithm.updates_per_step
         warmup = self.policy.optimizer.warmup_steps

@@ -200,6 +200,7 @@ def test_a_stage_that_begins_anew_does_so_once_wherever_the_run_is_killed(
 def test_a_replay_comes_past_the_reset_too(folder, tmp_path):
     config = renewed(folder, tmp_path / "run").model_dump(mode="json")
     config |= {"steps": 4, "stages": config["stages"][:2]}
+    config["policy"]["optimizer"]["warmup_steps"] = 2
     run_training(RunConfig.model_validate(config), Console(quiet=True))
     assert run_replay(tmp_path / "run", 3, [], Console(quiet=True)).exact
 
