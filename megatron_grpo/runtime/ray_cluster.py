@@ -33,6 +33,7 @@ from megatron_grpo.runtime.placement import Bundle, Node, Placement, assign, mis
 from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_memory
 from megatron_grpo.runtime.ray_start import connect, our_signal_handlers
 from megatron_grpo.spans import Recording, Span, SpanRecorder
+from megatron_grpo.weights.rendezvous import ADDRESSES_ONLY
 
 _log = logging.getLogger(__name__)
 # A node's own resource, of which a bundle takes so little that any number of them finds room.
@@ -200,7 +201,7 @@ class RayCluster:
             num_gpus=spec.gpus,
             max_restarts=0,
             runtime_env={
-                "env_vars": {**_import_path(), **env},
+                "env_vars": {**_import_path(), **ADDRESSES_ONLY, **env},
                 **({"nsight": dict(NSYS_OPTIONS)} if nsys else {}),
             },
             scheduling_strategy=self._in_bundle(bundle),
@@ -337,6 +338,9 @@ def call_all(
     slice_s = min(5.0, deadline_s)
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=slice_s)
+        if pending and done:  # all that answered, or N answers would be N looks at N members
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            done += more
         if not done:
             waited += slice_s
             if waited >= deadline_s:

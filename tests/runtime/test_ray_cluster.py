@@ -67,6 +67,8 @@ from megatron_grpo.runtime.ray_cluster import RayCluster, call_all
 placement = plan_placement(4, 2, 2, 1, ParallelConfig(tensor=2, pipeline=2), colocated=True)
 with RayCluster(ClusterConfig(address=sys.argv[1]), placement) as cluster:
     members = [cluster.start(f"m{i}", i, "runtime.sees:Sees", (), {}) for i in range(6)]
+    lookups = call_all(members, "lookup_s", [()] * 6, 120)
+    assert max(lookups) < 1, lookups
     print(json.dumps(call_all(members, "gpus", [()] * 6, 120)))
 """
 

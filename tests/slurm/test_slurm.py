@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpo_launch.hostlist import expand_hosts
 
 pytestmark = pytest.mark.timeout(1500)
 TWO_NODES = ("--nodes", "2", "--cpus-per-node", "1", "--time", "30")
@@ -67,7 +68,7 @@ def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path
     values = json.loads(config.read_text())
     values["task"]["path"] = str(bad)
     config.write_text(json.dumps(values))
-    job = cluster.launch(config, *TWO_NODES)
+    job = cluster.launch(config, *TWO_NODES, "--force")  # `check` finds it from here
     state = cluster.wait(job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), job.log[-4000:]
     assert "is not" in job.log or "JSON" in job.log
@@ -75,19 +76,19 @@ def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path
 
 
 def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft):
-    whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
-    assert cluster.wait(whole)["JobState"] == "COMPLETED", whole.log[-4000:]
     cut = cluster.launch(sft("cut", STEPS), *TWO_NODES)
     cluster.wait_for_step(cut, 15)
     # A new limit three minutes from now: SLURM itself sends the signal ahead of it.
     hours, minutes, _ = cluster.state(cut)["RunTime"].rpartition("-")[2].split(":")
     limit = 60 * int(hours) + int(minutes) + 3
     cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={limit}")
+    whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
     cluster.wait_for(cut, "the time limit is near", 300)
     cluster.wait_for(cut, "start 2", 300)
     state = cluster.wait(cut)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cut.log[-4000:]
     assert "going on after step" in cut.log
+    assert cluster.wait(whole)["JobState"] == "COMPLETED", whole.log[-4000:]
     assert weights(cut.run_dir) == weights(whole.run_dir)
 
 
@@ -143,6 +144,25 @@ def test_a_lost_node_is_replaced_by_the_spare_within_the_job(cluster, sft):
     finally:
         cluster.lab("node-up", node)
         cluster.lab("wait-idle", "100")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["gpu7"],
+        ["gpu01", "gpu02", "gpu03", "gpu07", "login"],
+        ["n8", "n9", "n10", "n11"],
+        ["n098", "n099", "n100"],
+        ["n1-ib", "n2-ib"],
+        ["r1n8", "r1n9", "r2n8", "r2n9"],
+        ["a.b1.c", "a.b2.c", "a-b-3"],
+        [f"rack{r:02d}-node{n:03d}" for r in range(3) for n in range(12)],
+    ],
+)
+def test_host_lists_mean_what_slurm_says_they_mean(cluster, names):
+    printed = cluster.call("scontrol", "show", "hostlist", ",".join(names)).strip()
+    assert expand_hosts(printed) == cluster.call("scontrol", "show", "hostnames", printed).split()
+    assert sorted(expand_hosts(printed)) == sorted(names)
 
 
 def test_check_on_nodes_compares_and_measures_them(cluster, sft):
