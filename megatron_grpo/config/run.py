@@ -197,18 +197,22 @@ class RunConfig(Section):
         """Colocated policy and engines never work at the same moment."""
         if not isinstance(self.generator, VllmGeneratorConfig) or not self.generator.colocated:
             return
-        for key, value in (
-            ("rollouts.max_staleness", self.rollouts.max_staleness),
-            ("cluster.gpus_per_rank", self.cluster.gpus_per_rank),
-        ):
-            if value:
-                raise ConfigError(
-                    key,
-                    "must be 0 where generator.colocated is true: engines sleep while the policy "
-                    "trains, and sharing a GPU has not been built",
-                    found=value,
-                    remedy="set it to 0, or generator.colocated to false",
-                )
+        if self.rollouts.max_staleness:
+            raise ConfigError(
+                "rollouts.max_staleness",
+                "must be 0 where generator.colocated is true: engines sleep while the policy "
+                "trains",
+                found=self.rollouts.max_staleness,
+                remedy="set it to 0, or generator.colocated to false",
+            )
+        if self.cluster.gpus_per_rank and self.weights.backend == "nccl":
+            raise ConfigError(
+                "weights.backend",
+                "cannot join a policy rank and an engine on the same GPU",
+                found="nccl",
+                remedy="set it to auto (gloo, through the host's memory), or generator.colocated "
+                "to false",
+            )
 
     def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
         sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)

@@ -107,7 +107,7 @@ class RayPolicy:
 
     def connect_weights(self, exchange: Exchange) -> None:
         """Join the weight exchange; blocks until every engine worker has joined too."""
-        self._all("connect_weights", exchange)
+        self._all("connect_weights", put(exchange))  # it names every host of the run
 
     def push_weights(self, version: int) -> PushReport:
         reports = cast(list[PushReport], self._all("push_weights", version))
