@@ -11,6 +11,7 @@ from pathlib import Path
 from grpo_perf.model_shape import Architecture, read_architecture
 
 from megatron_grpo.check.findings import Finding, Subject
+from megatron_grpo.config.stages import REFERENCE_FOLDER
 from megatron_grpo.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -25,8 +26,24 @@ def check_model_folders(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     yield from _check_folder("model.path", config.model.folder)
     reference = config.reference_folder
-    if reference is not None and reference != config.model.folder:
-        yield from _check_folder("algorithm.reference_path", reference)
+    made_by_the_run = config.folder / REFERENCE_FOLDER
+    if reference is None or reference == config.model.folder or reference.parent == made_by_the_run:
+        return
+    yield from _check_folder("algorithm.reference_path", reference)
+    if (reference / "config.json").is_file() and (config.model.folder / "config.json").is_file():
+        policy, frozen = (
+            read_architecture(folder).model_dump(exclude={"name"})
+            for folder in (config.model.folder, reference)
+        )
+        compared = policy if config.policy.type == "megatron" else {"vocab": policy["vocab"]}
+        for key in (key for key, value in compared.items() if frozen[key] != value):
+            yield Finding(
+                "problem",
+                "algorithm.reference_path",
+                f"cannot be scored beside the policy: its {key} is {frozen[key]}, the policy's "
+                f"{policy[key]}",
+                "give a checkpoint of the same architecture",
+            )
 
 
 def _check_folder(key: str, folder: Path) -> Iterator[Finding]:
