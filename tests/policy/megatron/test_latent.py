@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import latent_cases
 import megatron_cases as cases
 import numpy as np
 import pytest
@@ -84,11 +83,3 @@ def test_the_routers_bias_stays_exact_in_a_bfloat16_policy(
     for biases in rank_pool().run(world, cases.biases_case, case, tmp_path):
         assert list(biases) == [name]
         assert biases[name].dtype == np.float32 and np.array_equal(biases[name], want)
-
-
-def test_megatrons_own_latent_attention_computes_the_same_with_our_weights(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "hf", "deepseek_v3", rms_norm_eps=1e-6)
-    case = Case(folder, {}, random_sequences(LENGTHS))
-    ((ours, own),) = rank_pool().run(1, latent_cases.own_attention_case, case, tmp_path)
-    assert np.abs(ours).max() > 0.1
-    np.testing.assert_allclose(ours, own, atol=1e-5)
