@@ -27,12 +27,7 @@ from megatron_grpo.errors import (
     WeightExchangeError,
 )
 from megatron_grpo.policy.megatron import mesh
-from megatron_grpo.policy.megatron.checkpoint import (
-    Writing,
-    begin_save,
-    finish_save,
-    load_checkpoint,
-)
+from megatron_grpo.policy.megatron.checkpoint import begin_checkpoint, load_checkpoint
 from megatron_grpo.policy.megatron.device import (
     prepare_device,
 )
@@ -43,6 +38,7 @@ from megatron_grpo.policy.megatron.export import (
 )
 from megatron_grpo.policy.megatron.mixture import check_stages
 from megatron_grpo.policy.megatron.parts import Parts, build_parts, shares_prefixes
+from megatron_grpo.policy.megatron.saving import Writing, finish_save
 from megatron_grpo.policy.megatron.schedule import Totals
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.spans import SpanRecorder
@@ -226,6 +222,7 @@ class MegatronRank:
         if parts.engine.needs_sum:
             parts.updater.sum_gradients()
         parts.engine.gradients_taken()
+        self._wait_until_copied()
         norm, rate = parts.updater.step()
         return UpdateStats(norm, rate, time.monotonic() - start)
 
@@ -256,6 +253,7 @@ class MegatronRank:
                 remedy="give its folder when the policy is made",
             )
         self._sync_parameters()
+        self._wait_until_copied()
         with self._started.frozen.in_place():
             return self.logprobs(microbatches, temperature)
 
@@ -308,14 +306,16 @@ class MegatronRank:
     # Training state
 
     def begin_save(self, folder: Path) -> None:
-        """Copy weights, optimizer and schedule, and start writing them. Collective."""
+        """Start to copy and write weights, optimizer and schedule. Collective."""
         parts = self._started
         if self._writing is not None:
             raise CheckpointError(
                 str(folder), "another save has not ended", remedy="finish it first"
             )
         self._sync_parameters()
-        self._writing = begin_save(folder, parts.wrapped, parts.updater, parts.source.side_files)
+        self._writing = begin_checkpoint(
+            folder, parts.wrapped, parts.updater, parts.source.side_files
+        )
 
     def save_done(self) -> bool:
         """Whether this rank has written its share."""
@@ -331,9 +331,15 @@ class MegatronRank:
         """Continue from a folder that `save` wrote under any layout. Collective."""
         parts = self._started
         self._sync_parameters()
+        self._wait_until_copied()
         load_checkpoint(folder, parts.wrapped, parts.updater)
         if self._sender is not None:
             self._sender.send_everything_next()
+
+    def _wait_until_copied(self) -> None:
+        """What a save copies must stay as it is until then."""
+        if self._writing is not None:
+            self._writing.wait_copied(self._deadline_s)
 
     def _sync_parameters(self) -> None:
         """Finish a parameter gather that was left to overlap with the next forward pass."""
