@@ -15,8 +15,10 @@ import json
 import shutil
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,17 +27,19 @@ from megatron_grpo.algorithms.packing import TokenSequence, make_train_batch
 from megatron_grpo.batch import LossOutput, MicroBatch
 from megatron_grpo.config import MegatronPolicyConfig, ModelConfig
 from megatron_grpo.policy.megatron.backend import MegatronRank
+from megatron_grpo.policy.megatron.saving import Writing
 from megatron_grpo.train.checkpoints import begin_checkpoint, finish_checkpoint
 
-SEQUENCES, TOKENS = 16, 64
+SEQUENCES, TOKENS = 8, 64
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a training step: gradients, update."""
+    """Seconds of a training step: gradients, update, and what of the update was a wait for a copy."""
 
     gradients_s: float
     update_s: float
+    wait_s: float
 
 
 def main() -> None:
@@ -72,9 +76,7 @@ def measure(rank: MegatronRank, root: Path, rounds: int) -> dict[str, float]:
         begins.append(begin_s)
         beside.append(step)
         finishes.append(finish_s)
-    update_s = statistics.median(step.update_s for step in plain)
-    gradients_s = statistics.median(step.gradients_s for step in plain)
-    waits = [max(0.0, step.update_s - update_s) for step in beside]
+    waits = [step.wait_s for step in beside]
     stalls = [sum(parts) for parts in zip(begins, waits, finishes)]
     synchronous_s = statistics.median(whole)
     return {
@@ -85,8 +87,8 @@ def measure(rank: MegatronRank, root: Path, rounds: int) -> dict[str, float]:
         "finish_s": statistics.median(finishes),
         "stall_s": statistics.median(stalls),
         "stall_share": statistics.median(stalls) / synchronous_s,
-        "gradients_s": gradients_s,
-        "gradients_beside_s": statistics.median(step.gradients_s for step in beside),
+        "step_s": statistics.median(step.gradients_s + step.update_s for step in plain),
+        "step_beside_s": statistics.median(step.gradients_s + step.update_s for step in beside),
     }
 
 
@@ -141,8 +143,21 @@ def train(rank: MegatronRank) -> Step:
     )
     rank.forward_backward(batch.replicas[0], 1.0, loss)
     middle = time.perf_counter()
-    rank.optimizer_step()
-    return Step(middle - started, time.perf_counter() - middle)
+    waits: list[float] = []
+    with patch.object(Writing, "wait_copied", timed(Writing.wait_copied, waits)):
+        rank.optimizer_step()
+    return Step(middle - started, time.perf_counter() - middle, sum(waits))
+
+
+def timed(wait: Callable[[Writing, float], None], seconds: list[float]) -> Callable[..., None]:
+    """The same, noting how long it took."""
+
+    def waiting(writing: Writing, deadline_s: float) -> None:
+        started = time.perf_counter()
+        wait(writing, deadline_s)
+        seconds.append(time.perf_counter() - started)
+
+    return waiting
 
 
 def loss(logprob_T: torch.Tensor, entropy_T: torch.Tensor, microbatch: MicroBatch) -> LossOutput:

@@ -6,6 +6,7 @@ part in every collective: membership follows the rank's place in the layout, nev
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -124,6 +125,9 @@ class MegatronRank:
         self._join(rendezvous, device)
         frozen = None if self._frozen_folder is None else open_checkpoint(self._frozen_folder)
         self._parts = build_parts(self._config, source, frozen, device, self.spans)
+        # Megatron collects garbage in every save; what stays for the whole run need not be looked
+        # at each time.
+        gc.freeze()
 
     def _join(self, rendezvous: Rendezvous, device: torch.device) -> None:
         store = PrefixStore("policy", join_store(rendezvous, self._deadline_s))
@@ -150,6 +154,7 @@ class MegatronRank:
             self._sender.close()
         self._sender = self._exchange_store = None
         self._parts = None
+        gc.unfreeze()
         if dist.is_initialized():
             mesh.leave_mesh()
             dist.destroy_process_group()
