@@ -35,7 +35,7 @@ SEQUENCES, TOKENS = 8, 64
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a training step: gradients, update, and what of the update was a wait for a copy."""
+    """Seconds of a training step: gradients, update, and the update's wait for a copy."""
 
     gradients_s: float
     update_s: float
