@@ -5,11 +5,14 @@ is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_grpo.config import ParallelConfig
@@ -28,14 +31,18 @@ def mixture_settings(spec: ModelSpec, use_te: bool) -> dict[str, Any]:
         "moe_ffn_hidden_size": mixture.ffn_hidden,
         "moe_layer_freq": [int(n not in dense) for n in range(spec.num_layers)] if dense else 1,
         "moe_router_topk": mixture.top_k,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": mixture.scores,
         # Softmax over all experts and then the best; or, the same as making those sum to 1, the
         # best and then softmax over them.
-        "moe_router_pre_softmax": not mixture.normalize,
-        "moe_router_topk_scaling_factor": None,
-        "moe_router_num_groups": None,
-        "moe_router_group_topk": None,
-        "moe_router_enable_expert_bias": False,
+        "moe_router_pre_softmax": mixture.scores == "softmax" and not mixture.normalize,
+        "moe_router_topk_scaling_factor": mixture.scale if mixture.scale != 1.0 else None,
+        "moe_router_num_groups": mixture.groups if mixture.groups > 1 else None,
+        "moe_router_group_topk": mixture.top_groups if mixture.groups > 1 else None,
+        # The bias stays what the checkpoint says: moving it would change what the generator routes.
+        "moe_router_enable_expert_bias": mixture.scores == "sigmoid",
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden or None,
+        "moe_shared_expert_gate": False,
         "moe_router_dtype": "fp32",
         # The loss is the algorithm's alone, and every token reaches its experts.
         "moe_router_load_balancing_type": "none",
@@ -51,6 +58,13 @@ def mixture_settings(spec: ModelSpec, use_te: bool) -> dict[str, Any]:
     }
 
 
+def keep_bias_exact(model: torch.nn.Module) -> None:
+    """Routers' biases in float32 again, after the model was cast."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+
+
 def check_stages(spec: ModelSpec, parallel: ParallelConfig) -> None:
     """Refuse pipelines with a stage of dense layers only in a model with experts.
 
@@ -62,16 +76,14 @@ def check_stages(spec: ModelSpec, parallel: ParallelConfig) -> None:
     """
     if spec.mixture is None:
         return
-    stages = parallel.pipeline
-    per_chunk = spec.num_layers // (stages * parallel.virtual_pipeline)
-    for stage in range(stages):
-        mine = [n for n in range(spec.num_layers) if n // per_chunk % stages == stage]
+    for stage in range(parallel.pipeline):
+        mine = list(chain.from_iterable(parallel.stage_layers(spec.num_layers, stage)))
         if set(mine) <= set(spec.mixture.dense_layers):
             raise ConfigError(
                 "policy.parallel.pipeline",
                 f"stage {stage} would hold dense layers only {mine}, others experts",
-                found=stages,
-                remedy="use fewer stages",
+                found=parallel.pipeline,
+                remedy="use fewer stages, or set first_stage_layers",
             )
 
 
