@@ -233,6 +233,7 @@ class MegatronRank:
 
     def reset_optimizer(self) -> None:
         """Moments and step count to 0 on every rank."""
+        self._wait_until_copied()
         self._started.updater.reset()
 
     def logprobs(
