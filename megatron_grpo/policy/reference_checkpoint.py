@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -59,9 +60,10 @@ def under_model_names(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, 
     with TemporaryDirectory(prefix="grpo-names-") as scratch:
         save_file(dict(tensors), Path(scratch) / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(folder / "config.json", Path(scratch) / "config.json")
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: object = AutoModelForCausalLM.from_pretrained(
             scratch, dtype=torch.float32, output_loading_info=True
         )
+    model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     missing = set(report["missing_keys"])
     return {name: _copy(p) for name, p in model.named_parameters() if name not in missing}
 

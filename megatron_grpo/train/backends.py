@@ -94,7 +94,7 @@ def load_from_megatron(policy: PolicyBackend, folder: Path) -> None:
         for name, value in under_model_names(values, folder).items()
     }
     with TemporaryDirectory(prefix="grpo-replay-") as scratch:
-        save_state(Path(scratch), StateCopy(weights, moments, state.steps, ""))
+        save_state(Path(scratch), StateCopy(weights, moments, state.steps))
         policy.load(Path(scratch))
 
 
