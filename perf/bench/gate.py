@@ -6,8 +6,8 @@
 A ratio compares two things measured side by side in one run (ours against the plain way, or against
 another library), so it holds on a busy or a different machine where seconds do not. What got worse
 by more than its tolerance is printed and the exit status is 1; so it is where a benchmark fails,
-after the others have run. One that BENCHES does not know is run, and said not to be compared. `--update` makes
-the results the new baselines.
+after the others have run. One that BENCHES does not know is run, and said not to be compared.
+`--update` makes the results the new baselines.
 """
 
 from __future__ import annotations
