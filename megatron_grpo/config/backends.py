@@ -222,8 +222,9 @@ class WeightsConfig(Section):
     """How the policy's weights reach the engines."""
 
     backend: Literal["auto", "gloo", "nccl", "disk"] = "auto"
-    """auto: nccl when policy and engines have GPUs, else gloo. disk: through a folder of the run,
-    which all nodes must share; slower, but needs no network between policy and engines."""
+    """auto: nccl when policy and engines have GPUs of their own, else gloo. disk: through a folder
+    of the run, which all nodes must share; slower, but needs no network between policy and
+    engines."""
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""

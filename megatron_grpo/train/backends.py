@@ -64,12 +64,11 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
         finally:
             policy.close()
         return
-    from megatron_grpo.runtime.placement import plan_placement
+    from megatron_grpo.runtime.placement import policy_placement
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
 
-    parallel = config.policy.parallel
-    placement = plan_placement(parallel.world_size, 0, 1, config.cluster.gpus_per_rank, parallel)
+    placement = policy_placement(config.cluster, config.policy.parallel)
     with RayCluster(config.cluster, placement) as cluster:
         ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
         yield ranks
@@ -105,19 +104,16 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
     from megatron_grpo.generation.engine_env import engine_env
     from megatron_grpo.runtime.generator_proxy import RayGenerator
-    from megatron_grpo.runtime.placement import plan_placement
+    from megatron_grpo.runtime.placement import placement_of
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
     from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
 
     if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
-    parallel, engines = config.policy.parallel, config.engines
-    world = parallel.world_size
+    engines = config.engines
     gpu = config.cluster.gpus_per_rank > 0
-    placement = plan_placement(
-        world, engines.engines, engines.tensor, config.cluster.gpus_per_rank, parallel
-    )
+    placement = placement_of(config)
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
@@ -130,8 +126,13 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
             )
             for e in range(engines.engines)
         ]
-        policy = RayPolicy(start_ranks(config, cluster), config.cluster)
-        generator = RayGenerator(engine_members, engines.tensor, config.cluster)
+        if engines.colocated:
+            # vLLM measures what is free of a GPU while it starts: the ranks wait for that.
+            generator = RayGenerator(engine_members, engines.tensor, config.cluster)
+            policy = RayPolicy(start_ranks(config, cluster), config.cluster)
+        else:
+            policy = RayPolicy(start_ranks(config, cluster), config.cluster)
+            generator = RayGenerator(engine_members, engines.tensor, config.cluster)
         exchange = plan_exchange(config, policy, generator)
         joined = background.submit(generator.connect_weights, exchange)
         policy.connect_weights(exchange)
@@ -156,7 +157,8 @@ def plan_exchange(config: RunConfig, policy: RayPolicy, generator: RayGenerator)
     gpu = config.cluster.gpus_per_rank > 0
     backend = config.weights.backend
     dtype = resolve_dtype(config.engines.dtype, gpu=gpu)
-    backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
+    if backend == "auto":  # NCCL refuses two members on one GPU
+        backend = "nccl" if gpu and not config.engines.colocated else "gloo"
     layers = read_model_spec(config.model.folder / "config.json").num_layers
     return Exchange(
         policy.open_channel(),
