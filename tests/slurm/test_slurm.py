@@ -86,6 +86,8 @@ def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft)
     cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={limit}")
     whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
     cluster.wait_for(cut, "the time limit is near", 300)
+    # The next start has the job's limit, which would be as short.
+    cluster.call("scontrol", "update", f"JobId={cut.number}", "TimeLimit=30")
     cluster.wait_for(cut, "start 2", 300)
     state = cluster.wait(cut)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cut.log[-4000:]
