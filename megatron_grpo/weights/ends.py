@@ -1,7 +1,22 @@
-"""What the two ends of a collective exchange have in common: links, buckets, order, buffers."""
+"""Carries out a plan: policy shards to engine shards in buckets, over gloo or NCCL. Here is what
+the two ends have in common: links, buckets, order, buffers.
+
+    CollectiveSender (each policy rank)             CollectiveReceiver (each engine worker)
+      per link: header (version, what is sent) --->   refuses another version or plan
+      bucket 0, bucket 1, ... of every link    --->   slices, put together to loader-shaped tensors
+      checksums of what was sent               --->   compared with what the engine holds
+      waits                                    <---   "taken", when the weights are in use
+
+Every end goes through its buckets in one global order (bucket number, then link) with a few in
+flight, so that packing overlaps sending and loading overlaps receiving, and no circle of waits can
+form. Large slices go from where they lie to where they belong; small ones are packed. Any end that
+fails says so to all (see `session`): an error on one is an error on all, within the deadline. After
+an error the exchange is over: engines may hold half of a push.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +27,7 @@ from torch.distributed import TCPStore
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.weights.buckets import Bucket, Slot, cut_buckets, largest_bucket
 from megatron_grpo.weights.checksums import checksum
+from megatron_grpo.weights.device_memory import HandleGroup, Handles
 from megatron_grpo.weights.exchange import Exchange, Link, link_names, links_of
 from megatron_grpo.weights.group import LinkGroup
 from megatron_grpo.weights.plan import Plan, Transfer
@@ -30,7 +46,7 @@ class Line:
     """A link with its group, at one of its ends."""
 
     link: Link
-    group: LinkGroup
+    group: LinkGroup | HandleGroup
     sent: list[bool] = field(default_factory=list)
 
     @property
@@ -64,8 +80,11 @@ class End:
         name: str,
         mine: Callable[[Link], int | None],
         device: torch.device,
+        handles: Handles | None,
     ) -> None:
-        """`mine` tells this end's place among the members of a link."""
+        """`mine` tells this end's place among the members of a link; with `handles` they reach each
+        other's memory instead of broadcasting.
+        """
         self.exchange = exchange
         self.plan: Plan = exchange.plan(spec)
         self.dtype = torch_dtype(exchange.dtype)
@@ -79,8 +98,12 @@ class End:
         for link in links_of(self.plan):
             place = mine(link)
             if place is not None:
-                names = link_names(link, fleet)
-                group = LinkGroup(self.session, link.number, names, place, exchange.backend, device)
+                member = (self.session, link.number, link_names(link, fleet), place)
+                group = (
+                    LinkGroup(*member, exchange.backend, device)
+                    if handles is None
+                    else HandleGroup(*member, handles)
+                )
                 self.lines.append(Line(link, group))
         item = self.plan.item_bytes
         size = max(
@@ -113,13 +136,9 @@ class End:
 
     def view(self, buffer: Tensor, slot: Slot) -> Tensor:
         """A slot's place in a buffer, in the slice's own shape."""
-        tensor = self.plan.tensors[slot.tensor]
-        count = slot.stop - slot.start
-        num_bytes = count * tensor.index_elements * self.plan.item_bytes
-        flat = buffer[slot.offset : slot.offset + num_bytes].view(self.dtype)
-        shape = list(tensor.shape) or [1]
-        shape[tensor.axis or 0] = count
-        return flat.view(shape)
+        shape = slot.shape(self.plan.tensors[slot.tensor])
+        num_bytes = math.prod(shape) * self.plan.item_bytes
+        return buffer[slot.offset : slot.offset + num_bytes].view(self.dtype).view(shape)
 
     def flat(self, tensor: Tensor) -> Tensor | None:
         """A slice's bytes where they lie, to be sent or filled as they are; None if that cannot be

@@ -20,9 +20,9 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, Proce
 
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.weights.rendezvous import routable_address
-from megatron_grpo.weights.session import FAILURE_POLL_S, Session, gave_up
+from megatron_grpo.weights.session import Session
 
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 2e-5, 2e-3
+_POLL_S = 2e-3
 
 
 class LinkGroup:
@@ -86,25 +86,17 @@ class LinkGroup:
 
         Polls: no backend wakes up for a failure elsewhere, and NCCL's own wait does not block.
         """
-        where = f"{self._where}, {what}"
-        pause = _SHORTEST_SLEEP_S
-        next_check = time.monotonic() + FAILURE_POLL_S
+        if not self._pending:
+            return
+        where, pending = f"{self._where}, {what}", self._pending
+        self._session.wait(
+            lambda: pending[0].is_completed(), where, "begun", version, until, self.members
+        )
         try:
-            while self._pending and not self._pending[0].is_completed():
-                now = time.monotonic()
-                if now > until:
-                    raise self._session.late(where, "begun", version, self.members)
-                if now > next_check:
-                    if cause := self._session.failure():
-                        raise gave_up(where, cause)
-                    next_check = now + FAILURE_POLL_S
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_SLEEP_S)
-            if self._pending:
-                self._pending[0].wait()  # raises what went wrong
-                self._pending.popleft()
+            pending[0].wait()  # raises what went wrong
         except RuntimeError as error:
             raise self._session.lost(where, error) from error
+        pending.popleft()
 
     def close(self) -> None:
         """Leave the group; members still in an operation with this one fail at once.
@@ -125,7 +117,7 @@ class LinkGroup:
 def _hold_until_done(held: list[ProcessGroup | None], pending: deque[Work]) -> None:
     """Keep a group until its operations have ended, at the latest by their timeout."""
     while held and any(not work.is_completed() for work in pending):
-        time.sleep(_LONGEST_SLEEP_S)
+        time.sleep(_POLL_S)
 
 
 def _process_group(
