@@ -37,8 +37,6 @@ from megatron_grpo.weights.specs import torch_dtype
 PROTOCOL = 2
 # Of a header, int64; then one field per transfer of the link, 1 if it is sent.
 FIELDS = ("protocol", "version", "verified")
-# Operations begun and not finished, of which at most as many as there are buffers use one.
-IN_FLIGHT = 4
 
 
 @dataclass(slots=True)

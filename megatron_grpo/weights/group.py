@@ -22,6 +22,8 @@ from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.weights.rendezvous import routable_address
 from megatron_grpo.weights.session import Session
 
+# Operations begun on a link and not finished, at most.
+IN_FLIGHT = 4
 _POLL_S = 2e-3
 
 
@@ -146,12 +148,19 @@ def _process_group(
 
 
 def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ProcessGroupGloo(store, rank, size, timeout)
-    # Gloo would otherwise listen on whatever the host name resolves to, often 127.0.1.1.
+    """A thread for each operation in flight: with gloo's own two, the next one would begin only
+    when one has ended, which costs a tenth of the speed.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=routable_address())]
+    options._threads = IN_FLIGHT
+    options._devices = [
+        ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name
+    ] or [
+        # Gloo would otherwise listen on whatever the host name resolves to, often 127.0.1.1.
+        ProcessGroupGloo.create_device(hostname=routable_address())
+    ]
     return ProcessGroupGloo(store, rank, size, options)
 
 

@@ -17,8 +17,9 @@ from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.weights.buckets import Slot
 from megatron_grpo.weights.device_memory import Handles
-from megatron_grpo.weights.ends import FIELDS, IN_FLIGHT, PROTOCOL, End, Step, Sums
+from megatron_grpo.weights.ends import FIELDS, PROTOCOL, End, Step, Sums
 from megatron_grpo.weights.exchange import Exchange, worker_name
+from megatron_grpo.weights.group import IN_FLIGHT
 from megatron_grpo.weights.parts import PartTensor
 from megatron_grpo.weights.proof import check_held
 from megatron_grpo.weights.session import Session

@@ -15,8 +15,9 @@ from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.protocols import PushReport
 from megatron_grpo.weights.buckets import Slot
 from megatron_grpo.weights.device_memory import Handles
-from megatron_grpo.weights.ends import IN_FLIGHT, End, Step, Sums
+from megatron_grpo.weights.ends import End, Step, Sums
 from megatron_grpo.weights.exchange import Exchange, policy_name, worker_name
+from megatron_grpo.weights.group import IN_FLIGHT
 from megatron_grpo.weights.session import Session
 
 
