@@ -218,7 +218,24 @@ class RunConfig(Section):
         else:
             self._check_sampled(self.task)
             self._check_turns()
+            self._check_spread()
         return self
+
+    def _check_spread(self) -> None:
+        """vLLM's kernel for experts on a CPU looks for all of them on every worker, and the engine
+        dies of it (0.32: a segmentation fault at the first token).
+        """
+        engines = self.generator
+        if not isinstance(engines, VllmGeneratorConfig) or self.cluster.gpus_per_rank:
+            return
+        if engines.expert and engines.tensor > 1:
+            raise ConfigError(
+                "generator.expert",
+                "vLLM cannot spread experts over the workers of an engine on CPUs",
+                found=True,
+                remedy="set it to false (each worker then holds a part of every expert), or "
+                "cluster.gpus_per_rank to 1",
+            )
 
     def _check_turns(self) -> None:
         """Colocated policy and engines never work at the same moment."""

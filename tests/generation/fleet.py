@@ -48,7 +48,6 @@ class Fleet:
         folder: Path,
         workers: int = 1,
         *,
-        spread_experts: bool = False,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.engines = engines
@@ -58,7 +57,7 @@ class Fleet:
         exchange = self.exchange = Exchange(
             rendezvous,
             PolicyLayout(layers=spec.num_layers),
-            FleetLayout(len(engines), workers, expert=spread_experts, layers=spec.num_layers),
+            FleetLayout(len(engines), workers, layers=spec.num_layers),
             "float32",
             "gloo",
             bucket_bytes=1 << 16,

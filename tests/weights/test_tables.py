@@ -72,6 +72,7 @@ def test_a_thousand_by_a_thousand_ranks_are_planned_for_a_model_given_by_name(tm
         "--model=DeepSeek-V3",
         f"policy.parallel={layout}",
         "generator={type: vllm, engines: 64, tensor: 16, expert: true}",
+        "cluster.gpus_per_rank=1",
     )
     assert "1024 policy ranks" in text and "64 engines of 16 workers" in text
     # 671.03 billion parameters (its authors' count, without the extra prediction layer) of 2 bytes
