@@ -11,8 +11,11 @@ from megatron_grpo.weights.layouts import PlannedTensor
 from megatron_grpo.weights.plan import Transfer
 
 # A slice from this size on travels alone: it can go from where it lies to where it belongs without
-# being packed, which matters where the wire is as fast as memory. Smaller ones share a bucket.
+# being packed, which matters where the wire is as fast as memory. Smaller ones are packed together
+# until there are so many bytes of them; beyond that an engine would wait too long for the small
+# tensors of a layer of which it holds the large ones.
 ALONE_BYTES = 1 << 20
+PACKED_BYTES = 4 << 20
 
 
 class Slot(NamedTuple):
@@ -64,8 +67,8 @@ def cut_buckets(
     item_bytes: int,
     bucket_bytes: int,
 ) -> Iterator[Bucket]:
-    """Fill buckets of `bucket_bytes` in order, cutting transfers between rows where one is full. A
-    transfer of `ALONE_BYTES` or more shares its buckets with no other.
+    """Cut transfers between rows into buckets of at most `bucket_bytes`. Those of `ALONE_BYTES` or
+    more share a bucket with no other; the others are packed, and go when their bucket is full.
 
     The smallest piece is one row of a transfer: one that is larger than a bucket gets a larger
     bucket to itself.
@@ -76,32 +79,45 @@ def cut_buckets(
     ...  for b in cut_buckets(moves, table, 4, 16)]
     [[(0, 0, 2, 0)], [(0, 2, 3, 0), (1, 0, 1, 8)]]
     """
-    slots: list[Slot] = []
-    end = 0
+    packed = _Filling(min(bucket_bytes, PACKED_BYTES))
     for transfer in transfers:
         tensor = tensors[transfer.tensor]
         size = row_elements(transfer, tensor) * item_bytes
         first, bound = _rows(transfer, tensor)
-        alone = (bound - first) * size >= ALONE_BYTES
-        if alone and slots:
-            yield Bucket(tuple(slots), end)
-            slots, end = [], 0
+        if (bound - first) * size >= ALONE_BYTES:
+            alone = _Filling(bucket_bytes)
+            yield from alone.add(transfer, tensor, size)
+            yield from alone.end()
+        else:
+            yield from packed.add(transfer, tensor, size)
+    yield from packed.end()
+
+
+class _Filling:
+    """A bucket that is being filled, and goes when no further row fits."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._slots: list[Slot] = []
+        self._bytes = 0
+
+    def add(self, transfer: Transfer, tensor: PlannedTensor, row_bytes: int) -> Iterator[Bucket]:
+        first, bound = _rows(transfer, tensor)
         while first < bound:
-            fitting = (bucket_bytes - end) // size
-            if fitting < 1 and slots:
-                yield Bucket(tuple(slots), end)
-                slots, end = [], 0
+            fitting = (self._limit - self._bytes) // row_bytes
+            if fitting < 1 and self._slots:
+                yield from self.end()
                 continue
             last = min(bound, first + max(1, fitting))
             along = (transfer.start, transfer.stop) if tensor.axis else (first, last)
-            slots.append(Slot(transfer.tensor, *along, first, last, end))
-            end += (last - first) * size
+            self._slots.append(Slot(transfer.tensor, *along, first, last, self._bytes))
+            self._bytes += (last - first) * row_bytes
             first = last
-        if alone:
-            yield Bucket(tuple(slots), end)
-            slots, end = [], 0
-    if slots:
-        yield Bucket(tuple(slots), end)
+
+    def end(self) -> Iterator[Bucket]:
+        if self._slots:
+            yield Bucket(tuple(self._slots), self._bytes)
+        self._slots, self._bytes = [], 0
 
 
 def row_elements(transfer: Transfer, tensor: PlannedTensor) -> int:

@@ -20,11 +20,13 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, Proce
 
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.weights.rendezvous import routable_address
-from megatron_grpo.weights.session import Session
+from megatron_grpo.weights.session import FAILURE_POLL_S, Session
 
 # Operations begun on a link and not finished, at most.
 IN_FLIGHT = 4
 _POLL_S = 2e-3
+# A backend's own timeout comes after our deadline, whose error names who is late.
+_MARGIN_S = 2.0
 
 
 class LinkGroup:
@@ -61,7 +63,7 @@ class LinkGroup:
                 place,
                 len(members),
                 backend,
-                timedelta(seconds=session.deadline_s),
+                timedelta(seconds=session.deadline_s + _MARGIN_S),
                 device,
             )
         except RuntimeError as error:
@@ -84,21 +86,27 @@ class LinkGroup:
             raise self._session.lost(self._where, error) from error
 
     def finish(self, version: int, until: float, what: str) -> None:
-        """Back when the oldest operation begun and not finished is done.
-
-        Polls: no backend wakes up for a failure elsewhere, and NCCL's own wait does not block.
+        """Back when the oldest operation begun and not finished is done, or somebody failed: no
+        backend wakes up for a failure elsewhere.
         """
         if not self._pending:
             return
         where, pending = f"{self._where}, {what}", self._pending
         self._session.wait(
-            lambda: pending[0].is_completed(), where, "begun", version, until, self.members
+            lambda: self._ended(pending[0]), where, "begun", version, until, self.members
         )
-        try:
-            pending[0].wait()  # raises what went wrong
-        except RuntimeError as error:
-            raise self._session.lost(where, error) from error
         pending.popleft()
+
+    def _ended(self, work: Work) -> bool:
+        """Whether it has; under gloo after waiting for it, which on a machine that is busy moving
+        bytes is cheaper than asking again and again. NCCL's wait does not block.
+
+        Raises RuntimeError if it went wrong.
+        """
+        if self._backend == "gloo":
+            with suppress(RuntimeError):  # the time is over, or the operation has failed
+                return work.wait(timedelta(seconds=FAILURE_POLL_S))
+        return work.is_completed() and work.wait()
 
     def close(self) -> None:
         """Leave the group; members still in an operation with this one fail at once.
