@@ -15,9 +15,10 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python -m megatron_grpo.conversion.smollm2
 	$(RUN) train configs/quickstart.yaml
 
+# Two halves at a time, file by file and in order: many tests wait for processes to start, and the longest come early.
 test: $(VENV)/.installed
 	$(BIN)/python -m megatron_grpo.conversion.smollm2
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A real SLURM of four nodes on this machine: needs root, Debian or Ubuntu, and about 15 minutes on two
 # cores, which is why it is no part of `make test`.

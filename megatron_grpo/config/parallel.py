@@ -34,6 +34,11 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
     """Model chunks per pipeline rank; 1 is off."""
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first pipeline stage; null: as many as the stages between."""
+    last_stage_layers: PositiveInt | None = None
+    """Layers of the last pipeline stage, which has the LM head too; null: as the stages between.
+    With a large vocabulary and few stages, fewer than an even share balances the stages."""
     context: PositiveInt = 1
     expert: PositiveInt = 1
     expert_tensor: PositiveInt | None = None
@@ -47,6 +52,11 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def uneven(self) -> bool:
+        """Whether a stage is told how many layers it has."""
+        return self.first_stage_layers is not None or self.last_stage_layers is not None
+
+    @property
     def sequence_multiple(self) -> int:
         """Every packed sequence is padded to a multiple of this many tokens."""
         zigzag = 2 * self.context if self.context > 1 else 1
@@ -57,6 +67,44 @@ class ParallelConfig(Section):
         """Micro-batches per replica must be a multiple of this (interleaved schedule)."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Layers of every pipeline stage, all its chunks together.
+
+        Raises:
+            ConfigError: the layers do not come out even.
+
+        >>> ParallelConfig(pipeline=4, first_stage_layers=3, last_stage_layers=2).stage_sizes(13)
+        [3, 4, 4, 2]
+        """
+        ends = [self.first_stage_layers, self.last_stage_layers]
+        middle = self.pipeline - sum(size is not None for size in ends)
+        left = num_layers - sum(size or 0 for size in ends)
+        if middle < 0 or left < 0 or bool(left) != bool(middle) or (middle and left % middle):
+            raise ConfigError(
+                "parallel.pipeline",
+                f"the {middle} stages between cannot share {left} of the model's {num_layers} "
+                "layers evenly",
+                found=self.pipeline,
+                remedy="change first_stage_layers or last_stage_layers",
+            )
+        sizes = [left // middle if middle else 0] * self.pipeline
+        sizes[0] = self.first_stage_layers or sizes[0]
+        sizes[-1] = self.last_stage_layers or sizes[-1]
+        return sizes
+
+    def stage_layers(self, num_layers: int, stage: int) -> list[range]:
+        """Layers of each model chunk of a pipeline stage.
+
+        >>> ParallelConfig(pipeline=2, virtual_pipeline=2, last_stage_layers=2).stage_layers(8, 1)
+        [range(3, 4), range(7, 8)]
+        """
+        sizes = [size // self.virtual_pipeline for size in self.stage_sizes(num_layers)]
+        start, round_size = sum(sizes[:stage]), sum(sizes)
+        return [
+            range(chunk * round_size + start, chunk * round_size + start + sizes[stage])
+            for chunk in range(self.virtual_pipeline)
+        ]
+
     def describe(self) -> str:
         """Axes larger than 1, as people write them.
 
@@ -64,6 +112,9 @@ class ParallelConfig(Section):
         'TP2 PP2 DP1 SP'
         """
         parts = [f"TP{self.tensor}", f"PP{self.pipeline}"]
+        if self.uneven:
+            ends = {"first": self.first_stage_layers, "last": self.last_stage_layers}
+            parts[1] += f"({', '.join(f'{name} {n}' for name, n in ends.items() if n)})"
         optional = [("VPP", self.virtual_pipeline), ("CP", self.context), ("EP", self.expert)]
         parts += [f"{name}{size}" for name, size in optional if size > 1]
         if self.expert_tensor not in (None, self.tensor):
@@ -87,6 +138,13 @@ class ParallelConfig(Section):
                 found=self.virtual_pipeline,
                 remedy="set virtual_pipeline to 1",
             )
+        if self.uneven and self.pipeline == 1:
+            raise ConfigError(
+                "pipeline",
+                "first_stage_layers and last_stage_layers need pipeline of 2 or more",
+                found=1,
+                remedy="set pipeline, or remove them",
+            )
         expert_tensor = self.expert_tensor or self.tensor
         stage = self.tensor * self.context * self.data
         if stage % (expert_tensor * self.expert):
@@ -102,14 +160,20 @@ class ParallelConfig(Section):
     def check_model(self, model: ModelShape) -> None:
         """Raise ConfigError for the first rule this layout breaks on `model`."""
         expert_tensor = self.expert_tensor or self.tensor
-        chunks = self.pipeline * self.virtual_pipeline
         rules = [
             ("tensor", self.tensor, "attention heads", model.num_heads),
             ("tensor", self.tensor, "key-value heads", model.num_kv_heads),
             ("tensor", self.tensor, "hidden width", model.hidden),
             ("tensor", self.tensor, "feed-forward width", model.ffn_hidden),
-            ("pipeline * virtual_pipeline", chunks, "layers", model.num_layers),
         ]
+        if self.uneven:
+            rules += [
+                ("virtual_pipeline", self.virtual_pipeline, f"layers of stage {stage}", size)
+                for stage, size in enumerate(self.stage_sizes(model.num_layers))
+            ]
+        else:
+            chunks = self.pipeline * self.virtual_pipeline
+            rules.append(("pipeline * virtual_pipeline", chunks, "layers", model.num_layers))
         if model.num_experts:
             rules += [
                 ("expert", self.expert, "experts", model.num_experts),
@@ -118,11 +182,12 @@ class ParallelConfig(Section):
         for axis, size, what, count in rules:
             if count % size:
                 allowed = [d for d in range(1, count + 1) if count % d == 0][:8]
+                also = ", or set last_stage_layers" if what == "layers" else ""
                 raise ConfigError(
                     f"parallel.{axis}",
                     f"does not divide the model's {count} {what}",
                     found=size,
-                    remedy=f"use a divisor: {', '.join(map(str, allowed))}",
+                    remedy=f"use a divisor: {', '.join(map(str, allowed))}{also}",
                 )
         if model.num_experts and self.tensor > 1 and not self.sequence:
             raise ConfigError(

@@ -8,7 +8,9 @@ share is the overlap of two ranges.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from megatron_grpo.config import ParallelConfig, VllmGeneratorConfig
@@ -74,6 +76,8 @@ class PolicyLayout:
     expert_tensor: int = 1
     data: int = 1
     layers: int = 1
+    stage_sizes: tuple[int, ...] = ()
+    """Layers of every stage; empty: the same everywhere."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layers: int) -> PolicyLayout:
@@ -86,6 +90,7 @@ class PolicyLayout:
             parallel.expert_tensor or parallel.tensor,
             parallel.data,
             layers,
+            tuple(parallel.stage_sizes(layers)) if parallel.uneven else (),
         )
 
     @property
@@ -102,8 +107,9 @@ class PolicyLayout:
             return (0, last) if tensor.tied and last else (0,)
         if tensor.place == "last":
             return (last,)
-        per_chunk = self.layers // (self.pipeline * self.virtual)
-        return (tensor.layer // per_chunk % self.pipeline,)
+        sizes = self.stage_sizes or (self.layers // self.pipeline,) * self.pipeline
+        ends = list(accumulate(size // self.virtual for size in sizes))
+        return (bisect_right(ends, tensor.layer % ends[-1]),)
 
     def splits(self, tensor: PlannedTensor) -> int:
         """Into how many equal ranges the axis is cut."""

@@ -68,13 +68,15 @@ def round_up(count: int, multiple: int) -> int:
 
 def stage_layers(num_layers: int, parallel: ParallelConfig, stage: int) -> list[range]:
     """Layers of each chunk of a pipeline rank. What cannot be divided goes one by one to the
-    chunks after the first, which also has the embedding.
+    chunks after the first, which also has the embedding, unless the layout says otherwise.
 
     >>> stage_layers(8, ParallelConfig(pipeline=2, virtual_pipeline=2), 1)
     [range(2, 4), range(6, 8)]
     >>> [len(stage_layers(61, ParallelConfig(pipeline=16), s)[0]) for s in (0, 1, 13, 14)]
     [3, 4, 4, 3]
     """
+    if parallel.uneven:
+        return parallel.stage_layers(num_layers, stage)
     chunks = parallel.pipeline * parallel.virtual_pipeline
     least, extra = divmod(num_layers, chunks)
     sizes = [least + (1 <= index <= extra) for index in range(chunks)]
@@ -149,7 +151,7 @@ def buckets(
         merged = bucket_elements is None and shard.numel % alignment == 0
         numel = shard.numel * shard.count if merged else shard.numel
         for _ in range(1 if merged else shard.count):
-            position = round_up(position, alignment)
+            position += -position % alignment
             alone = shard.own_bucket and distributed
             if alone and held:
                 end = round_up(position, multiple)
@@ -180,7 +182,9 @@ def _buffer_bytes(
         share = (end - start) // data_ranks if distributed else end - start
         low = start + share * data_rank if distributed else start
         high = low + share
-        owned += sum(max(0, min(stop, high) - max(begin, low)) for begin, stop in held)
+        for begin, stop in held:  # plain comparisons: the planner is here most of its time
+            if begin < high and low < stop:
+                owned += (stop if stop < high else high) - (begin if begin > low else low)
     return StateBytes(
         parameters=elements * PARAMETER_BYTES[precision],
         gradients=elements * GRADIENT_BYTES,

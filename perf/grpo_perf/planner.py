@@ -125,28 +125,46 @@ def _powers(limit: int) -> list[int]:
     return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
 
 
+def _pipelines(num_layers: int) -> list[tuple[int, int | None]]:
+    """Stages and layers of the last one: every divisor, and powers of two with fewer layers in the
+    last stage, which has the head.
+
+    >>> _pipelines(61)
+    [(1, None), (2, 30), (4, 13), (8, 5), (16, 1)]
+    """
+    found: list[tuple[int, int | None]] = []
+    for pipeline in range(1, MAX_PIPELINE + 1):
+        last = num_layers - (pipeline - 1) * math.ceil(num_layers / pipeline)
+        if num_layers % pipeline == 0:
+            found.append((pipeline, None))
+        elif last > 0 and pipeline.bit_count() == 1:
+            found.append((pipeline, last))
+    return found
+
+
 def legal_layouts(request: PlanRequest, gpus: int) -> Iterator[ParallelConfig]:
     """Every layout of `gpus` ranks that the model allows: tensor groups within a node, at most
     16 stages, context ranks as far as the context is long, all divisors of the experts.
     """
     model, shape = request.model, request.model.shape
     contexts = _powers(max(1, math.ceil(request.max_tokens / CONTEXT_TOKENS_PER_RANK)))
-    pipelines = [p for p in range(1, MAX_PIPELINE + 1) if model.num_layers % p == 0]
+    pipelines = _pipelines(model.num_layers)
     experts = _powers(model.num_experts) if model.num_experts else [1]
     for tensor in _powers(request.hardware.devices_per_node):
-        for pipeline in pipelines:
+        for pipeline, last in pipelines:
             for context in contexts:
                 data, rest = divmod(gpus, tensor * pipeline * context)
                 if rest or not data:
                     continue
                 for expert in experts:
                     for expert_tensor in {1, tensor} if model.num_experts else {tensor}:
-                        for virtual in (1, 2, 4) if pipeline > 1 else (1,):
+                        for virtual in (1, 2, 4) if pipeline > 1 and last is None else (1,):
                             try:
                                 layout = ParallelConfig(
                                     tensor=tensor,
                                     pipeline=pipeline,
                                     virtual_pipeline=virtual,
+                                    last_stage_layers=last,
                                     context=context,
                                     expert=expert,
                                     expert_tensor=expert_tensor if model.num_experts else None,

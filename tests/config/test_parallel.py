@@ -95,3 +95,42 @@ def test_layouts_that_fit_smollm2_pass():
         {"data": 7},
     ):
         ParallelConfig(**axes).check_model(SMOLLM2_135M)
+
+
+def test_uneven_stages_give_every_layer_to_one_chunk_in_order():
+    even = ParallelConfig(pipeline=2, virtual_pipeline=3)
+    assert even.stage_layers(30, 1) == [range(5, 10), range(15, 20), range(25, 30)]
+    deepseek = ParallelConfig(pipeline=16, first_stage_layers=3, last_stage_layers=2)
+    assert deepseek.stage_sizes(61) == [3] + [4] * 14 + [2]
+    layout = ParallelConfig(pipeline=3, virtual_pipeline=2, first_stage_layers=2)
+    chunks = [layout.stage_layers(10, stage)[chunk] for chunk in (0, 1) for stage in (0, 1, 2)]
+    assert [list(c) for c in chunks] == [[0], [1, 2], [3, 4], [5], [6, 7], [8, 9]]
+    assert deepseek.describe() == "TP1 PP16(first 3, last 2) DP1"
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (
+            {"pipeline": 4, "last_stage_layers": 8},
+            "the 3 stages between cannot share 22 of the model's 30 layers evenly",
+        ),
+        (
+            {"pipeline": 2, "first_stage_layers": 16, "last_stage_layers": 10},
+            "the 0 stages between cannot share 4",
+        ),
+        ({"pipeline": 2, "last_stage_layers": 30}, "the 1 stages between cannot share 0"),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 11},
+            "does not divide the model's 19 layers of stage 0 (found 2)",
+        ),
+    ],
+)
+def test_uneven_stages_that_leave_layers_over_are_refused(axes, message):
+    with pytest.raises(ConfigError) as caught:
+        ParallelConfig(**axes).check_model(SMOLLM2_135M)
+    assert message in str(caught.value)
+
+
+def test_uneven_stages_without_a_pipeline_are_refused():
+    assert "need pipeline of 2 or more" in refused(last_stage_layers=10)

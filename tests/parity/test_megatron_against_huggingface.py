@@ -38,6 +38,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 SP": {"tensor": 2, "sequence": True},
     "PP2": {"pipeline": 2},
     "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "PP2 of 3 and 1 layers": {"pipeline": 2, "last_stage_layers": 1},
+    "PP2 VPP2 of 2 and 4 layers": {
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "first_stage_layers": 2,
+    },
     "CP2": {"context": 2},
     "DP2": {"data": 2},
     "TP2 PP2": {"tensor": 2, "pipeline": 2},
@@ -68,6 +74,8 @@ ONCE = [
     ("qwen2", False, "TP2 PP2", 0.7),
     ("llama", True, "PP2 VPP2", 1.0),
     ("qwen2", True, "TP2 PP2 VPP2 SP", 0.7),
+    ("qwen2", True, "PP2 of 3 and 1 layers", 1.0),
+    ("llama", True, "PP2 VPP2 of 2 and 4 layers", 0.7),
     ("qwen3", False, "CP2", 0.7),
     ("qwen3", True, "TP2 CP2 SP", 1.0),
     ("llama", True, "DP2", 0.7),
@@ -95,7 +103,7 @@ def test_loss_gradients_and_one_step_equal_huggingface(
     folders: Any, tmp_path: Path, family: str, tied: bool, layout: str, temperature: float
 ) -> None:
     parallel = LAYOUTS[layout]
-    layers = 4
+    layers = 6 if layout.endswith("2 and 4 layers") else 4
     world = int(
         np.prod([v for k, v in parallel.items() if k in ("tensor", "pipeline", "context", "data")])
     )

@@ -27,8 +27,9 @@ def policies(draw, experts: int) -> PolicyLayout:
     expert = draw(POWERS) if experts else 1
     expert_tensor = draw(POWERS) if experts else tensor
     assume((tensor * context * data) % (expert * expert_tensor) == 0)
-    pipeline, virtual = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2)]))
-    return PolicyLayout(tensor, pipeline, virtual, context, expert, expert_tensor, data, 4)
+    stages = [(1, 1, ()), (2, 1, ()), (4, 1, ()), (2, 2, ()), (2, 1, (3, 1)), (3, 1, (1, 1, 2))]
+    pipeline, virtual, sizes = draw(st.sampled_from(stages))
+    return PolicyLayout(tensor, pipeline, virtual, context, expert, expert_tensor, data, 4, sizes)
 
 
 @st.composite
@@ -57,8 +58,9 @@ def held(plan: Plan, tensor: PlannedTensor, rank: int) -> tuple[int, int] | None
     policy, experts = plan.policy, max(t.expert or 0 for t in plan.tensors) + 1
     stage, within = divmod(rank, policy.tensor * policy.context * policy.data)
     if tensor.place == "layer":
-        chunks = policy.pipeline * policy.virtual
-        here = (tensor.layer * chunks // policy.layers) % policy.pipeline == stage
+        sizes = policy.stage_sizes or [policy.layers // policy.pipeline] * policy.pipeline
+        rounds = [n for n, size in enumerate(sizes) for _ in range(size // policy.virtual)]
+        here = (rounds * policy.virtual)[tensor.layer] == stage
     else:
         first, last = stage == 0, stage == policy.pipeline - 1
         here = last if tensor.place == "last" else first or (tensor.tied and last)

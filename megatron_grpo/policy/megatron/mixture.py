@@ -5,6 +5,7 @@ is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -62,16 +63,14 @@ def check_stages(spec: ModelSpec, parallel: ParallelConfig) -> None:
     """
     if spec.mixture is None:
         return
-    stages = parallel.pipeline
-    per_chunk = spec.num_layers // (stages * parallel.virtual_pipeline)
-    for stage in range(stages):
-        mine = [n for n in range(spec.num_layers) if n // per_chunk % stages == stage]
+    for stage in range(parallel.pipeline):
+        mine = list(chain.from_iterable(parallel.stage_layers(spec.num_layers, stage)))
         if set(mine) <= set(spec.mixture.dense_layers):
             raise ConfigError(
                 "policy.parallel.pipeline",
                 f"stage {stage} would hold dense layers only {mine}, others experts",
-                found=stages,
-                remedy="use fewer stages",
+                found=parallel.pipeline,
+                remedy="use fewer stages, or set first_stage_layers",
             )
 
 

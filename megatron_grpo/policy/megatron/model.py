@@ -130,6 +130,8 @@ def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": (
             parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
         ),
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
