@@ -134,7 +134,8 @@ def check_placement(subject: Subject) -> Iterator[Finding]:
         return
     engines = config.generator if isinstance(config.generator, VllmGeneratorConfig) else None
     ranks = config.policy.parallel.world_size
-    workers = 0 if engines is None else engines.engines * engines.tensor
+    # An engine that shares the policy's GPU needs none of its own.
+    workers = 0 if engines is None or config.shares_gpu else engines.engines * engines.tensor
     gpus = config.cluster.gpus_per_rank
     if subject.nodes is None:
         what = "GPUs" if gpus else "CPU slots"
@@ -167,6 +168,7 @@ def check_placement(subject: Subject) -> Iterator[Finding]:
             1 if engines is None else engines.tensor,
             gpus,
             config.policy.parallel,
+            shared=config.shares_gpu,
         ),
         nodes,
     )

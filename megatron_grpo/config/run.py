@@ -40,6 +40,7 @@ from megatron_grpo.config.base import (
 )
 from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.config.data import ProblemTask
+from megatron_grpo.config.seats import check_seats, share_gpu
 from megatron_grpo.config.stages import Stage
 from megatron_grpo.config.tasks import TASKS_OF, DataTask, ReasoningGymTask, TaskConfig
 from megatron_grpo.errors import ConfigError
@@ -143,6 +144,12 @@ class RunConfig(Section):
         return self.generator
 
     @property
+    def shares_gpu(self) -> bool:
+        """Whether policy and engine take turns on one GPU."""
+        engines = self.generator
+        return isinstance(engines, VllmGeneratorConfig) and share_gpu(engines, self.cluster)
+
+    @property
     def reference_folder(self) -> Path | None:
         """Of the frozen model, if the algorithm compares with one."""
         if isinstance(self.algorithm, SftConfig) or not self.algorithm.needs_reference:
@@ -217,42 +224,15 @@ class RunConfig(Section):
             self._check_data(self.task)
         else:
             self._check_sampled(self.task)
-            self._check_turns()
-            self._check_spread()
-        return self
-
-    def _check_spread(self) -> None:
-        """vLLM's kernel for experts on a CPU looks for all of them on every worker, and the engine
-        dies of it (0.32: a segmentation fault at the first token).
-        """
-        engines = self.generator
-        if not isinstance(engines, VllmGeneratorConfig) or self.cluster.gpus_per_rank:
-            return
-        if engines.expert and engines.tensor > 1:
-            raise ConfigError(
-                "generator.expert",
-                "vLLM cannot spread experts over the workers of an engine on CPUs",
-                found=True,
-                remedy="set it to false (each worker then holds a part of every expert), or "
-                "cluster.gpus_per_rank to 1",
-            )
-
-    def _check_turns(self) -> None:
-        """Colocated policy and engines never work at the same moment."""
-        if not isinstance(self.generator, VllmGeneratorConfig) or not self.generator.colocated:
-            return
-        for key, value in (
-            ("rollouts.max_staleness", self.rollouts.max_staleness),
-            ("cluster.gpus_per_rank", self.cluster.gpus_per_rank),
-        ):
-            if value:
-                raise ConfigError(
-                    key,
-                    "must be 0 where generator.colocated is true: engines sleep while the policy "
-                    "trains, and sharing a GPU has not been built",
-                    found=value,
-                    remedy="set it to 0, or generator.colocated to false",
+            if isinstance(self.generator, VllmGeneratorConfig):
+                check_seats(
+                    self.policy,
+                    self.generator,
+                    self.cluster,
+                    self.weights,
+                    self.rollouts.max_staleness,
                 )
+        return self
 
     def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
         sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)

@@ -57,15 +57,23 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Bundles in order: policy rank r is bundle r, engine e is bundle num_policy_ranks + e."""
+    """Bundles in order: policy rank r is bundle r, engine e is bundle num_policy_ranks + e, or, if
+    they share a GPU, that of rank e.
+    """
 
     num_policy_ranks: int
     bundles: tuple[Bundle, ...]
     parallel: ParallelConfig
     spares: tuple[str, ...] = ()
+    shared: bool = False
 
     def engine_bundle(self, engine: int) -> int:
-        return self.num_policy_ranks + engine
+        return engine if self.shared else self.num_policy_ranks + engine
+
+    def actor(self, bundle: int) -> tuple[int, float]:
+        """(CPUs, GPUs) that one actor of a bundle asks for."""
+        whole = self.bundles[bundle]
+        return (1, whole.gpus / 2) if self.shared else (whole.cpus, whole.gpus)
 
     @property
     def total_cpus(self) -> int:
@@ -78,18 +86,24 @@ def plan_placement(
     engine_tensor: int,
     gpus_per_rank: int,
     parallel: ParallelConfig | None = None,
+    *,
+    shared: bool = False,
 ) -> Placement:
-    """One bundle per policy rank and per engine, on no node yet.
+    """One bundle per policy rank and per engine, on no node yet; `shared`: one for both, for a
+    single rank and a single engine of one worker.
 
     >>> [b.role for b in plan_placement(2, 1, 1, 0).bundles]
     ['policy rank 0', 'policy rank 1', 'engine 0']
     """
+    layout = parallel or ParallelConfig(data=max(1, num_policy_ranks))
+    if shared:
+        both = Bundle("policy rank 0 and engine 0", 2, gpus_per_rank)
+        return Placement(1, (both,), layout, shared=True)
     ranks = [Bundle(f"policy rank {rank}", 1, gpus_per_rank) for rank in range(num_policy_ranks)]
     engines = [
         Bundle(f"engine {engine}", engine_tensor, engine_tensor * gpus_per_rank)
         for engine in range(num_engines)
     ]
-    layout = parallel or ParallelConfig(data=max(1, num_policy_ranks))
     return Placement(num_policy_ranks, tuple(ranks + engines), layout)
 
 

@@ -165,10 +165,10 @@ class RayCluster:
         """
         if self._group is None:
             raise ClusterError(name, "cannot start: the cluster is closed")
-        spec = self._placement.bundles[bundle]
+        cpus, gpus = self._placement.actor(bundle)
         remote = ray.remote(Host).options(
-            num_cpus=spec.cpus,
-            num_gpus=spec.gpus,
+            num_cpus=cpus,
+            num_gpus=gpus,
             max_restarts=0,
             runtime_env={
                 "env_vars": {**_import_path(), **env},

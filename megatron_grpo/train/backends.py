@@ -118,7 +118,12 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     world = parallel.world_size
     gpu = config.cluster.gpus_per_rank > 0
     placement = plan_placement(
-        world, engines.engines, engines.tensor, config.cluster.gpus_per_rank, parallel
+        world,
+        engines.engines,
+        engines.tensor,
+        config.cluster.gpus_per_rank,
+        parallel,
+        shared=config.shares_gpu,
     )
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
@@ -160,7 +165,8 @@ def plan_exchange(config: RunConfig, policy: RayPolicy, generator: RayGenerator)
     gpu = config.cluster.gpus_per_rank > 0
     backend = config.weights.backend
     dtype = resolve_dtype(config.engines.dtype, gpu=gpu)
-    backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
+    if backend == "auto":
+        backend = "cuda_ipc" if config.shares_gpu else "nccl" if gpu else "gloo"
     layers = read_model_spec(config.model.folder / "config.json").num_layers
     return Exchange(
         policy.open_channel(),

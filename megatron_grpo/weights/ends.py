@@ -17,7 +17,7 @@ an error the exchange is over: engines may hold half of a push.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,7 @@ from megatron_grpo.weights.buckets import Bucket, Slot, cut_buckets, largest_buc
 from megatron_grpo.weights.checksums import checksum
 from megatron_grpo.weights.device_memory import HandleGroup, Handles
 from megatron_grpo.weights.exchange import Exchange, Link, link_names, links_of
-from megatron_grpo.weights.group import LinkGroup
+from megatron_grpo.weights.group import IN_FLIGHT, LinkGroup
 from megatron_grpo.weights.plan import Plan, Transfer
 from megatron_grpo.weights.session import Session
 from megatron_grpo.weights.specs import torch_dtype
@@ -92,13 +92,14 @@ class End:
         )
         self.lines: list[Line] = []
         self.pushes = 0
+        self._in_flight = IN_FLIGHT[exchange.backend]
         fleet = self.plan.fleet
         for link in links_of(self.plan):
             place = mine(link)
             if place is not None:
                 member = (self.session, link.number, link_names(link, fleet), place)
                 group = (
-                    LinkGroup(*member, exchange.backend, device)
+                    LinkGroup(*member, exchange.backend)
                     if handles is None
                     else HandleGroup(*member, handles)
                 )
@@ -131,6 +132,13 @@ class End:
                 what = f"bucket {number + 1} of {len(buckets)}, from {first} on"
                 numbered.append((number, line.link.number, Step(line, bucket, what)))
         return [step for _, _, step in sorted(numbered, key=lambda entry: entry[:2])]
+
+    def full(self, begun: Iterable[Step]) -> bool:
+        """Whether so much is in flight that another step has to wait: operations, or bytes, of
+        which two buckets are the bound of what a push may take beside the model.
+        """
+        sizes = [step.bucket.num_bytes for step in begun]
+        return len(sizes) >= self._in_flight or sum(sizes) >= 2 * self.exchange.bucket_bytes
 
     def view(self, buffer: Tensor, slot: Slot) -> Tensor:
         """A slot's place in a buffer, in the slice's own shape."""

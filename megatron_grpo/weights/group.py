@@ -9,24 +9,35 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, ProcessGroupGloo, Work
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
 
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.weights.rendezvous import routable_address
 from megatron_grpo.weights.session import FAILURE_POLL_S, Session
 
-# Operations begun on a link and not finished, at most.
-IN_FLIGHT = 4
+# Operations that an end has begun and not finished, at most. Where ends share cores, as under gloo,
+# a few would leave the wire idle whenever one of them has to wait for its turn to run.
+IN_FLIGHT: Mapping[str, int] = MappingProxyType({"gloo": 16, "nccl": 4, "cuda_ipc": 4})
 _POLL_S = 2e-3
 # A backend's own timeout comes after our deadline, whose error names who is late.
 _MARGIN_S = 2.0
+
+
+class _Group(Protocol):
+    """What we need of torch's ProcessGroupGloo and ProcessGroupNCCL."""
+
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions) -> Work: ...
+
+    def abort(self) -> None: ...
 
 
 class LinkGroup:
@@ -48,7 +59,6 @@ class LinkGroup:
         members: Sequence[str],
         place: int,
         backend: str,
-        device: torch.device,
     ) -> None:
         self.members = members
         self._session = session
@@ -57,23 +67,18 @@ class LinkGroup:
         # Group and operations in flight hold the connections. They live in these attributes, in no
         # local variable, where an exception's traceback would keep them open.
         self._pending: deque[Work] = deque()
+        self._options = BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.rootTensor = 0
+        store = PrefixStore(f"weights/link/{number}", session.store)
+        timeout = timedelta(seconds=session.deadline_s + _MARGIN_S)
         try:
-            self._group: ProcessGroup | None = _process_group(
-                PrefixStore(f"weights/link/{number}", session.store),
-                place,
-                len(members),
-                backend,
-                timedelta(seconds=session.deadline_s + _MARGIN_S),
-                device,
-            )
+            self._group: _Group | None = _group(store, place, len(members), backend, timeout)
         except RuntimeError as error:
             raise session.lost(self._where, error) from error
 
     def start(self, tensor: Tensor) -> None:
         """Begin to send (member 0) or fill `tensor`, after those begun before."""
-        options = BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
         if self._group is None:
             raise WeightExchangeError(
                 self._where,
@@ -81,7 +86,7 @@ class LinkGroup:
                 remedy="the first error says why; start the run again from its last checkpoint",
             )
         try:
-            self._pending.append(self._group.broadcast([tensor], options))
+            self._pending.append(self._group.broadcast([tensor], self._options))
         except RuntimeError as error:
             raise self._session.lost(self._where, error) from error
 
@@ -124,35 +129,20 @@ class LinkGroup:
             Thread(target=_hold_until_done, args=[[group], pending], daemon=True).start()
 
 
-def _hold_until_done(held: list[ProcessGroup | None], pending: deque[Work]) -> None:
+def _hold_until_done(held: list[_Group | None], pending: deque[Work]) -> None:
     """Keep a group until its operations have ended, at the latest by their timeout."""
     while held and any(not work.is_completed() for work in pending):
         time.sleep(_POLL_S)
 
 
-def _process_group(
-    store: PrefixStore,
-    rank: int,
-    size: int,
-    backend: str,
-    timeout: timedelta,
-    device: torch.device,
-) -> ProcessGroup:
-    group = ProcessGroup(store, rank, size)
+def _group(store: PrefixStore, rank: int, size: int, backend: str, timeout: timedelta) -> _Group:
     if backend == "gloo":
-        implementation = _gloo(store, rank, size, timeout)
-        kind = ProcessGroup.BackendType.GLOO
-    elif backend == "nccl":
-        implementation = _nccl(store, rank, size, timeout)
-        kind = ProcessGroup.BackendType.NCCL
-    else:
-        raise WeightExchangeError(
-            "weights.backend", "is not a collective backend", found=backend, remedy="gloo or nccl"
-        )
-    implementation._set_sequence_number_for_group()
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device.type), kind, implementation)
-    return group
+        return _gloo(store, rank, size, timeout)
+    if backend == "nccl":
+        return _nccl(store, rank, size, timeout)
+    raise WeightExchangeError(
+        "weights.backend", "is not a collective backend", found=backend, remedy="gloo or nccl"
+    )
 
 
 def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
@@ -162,7 +152,7 @@ def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> Proce
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timeout
-    options._threads = IN_FLIGHT
+    options._threads = IN_FLIGHT["gloo"]
     options._devices = [
         ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name
     ] or [

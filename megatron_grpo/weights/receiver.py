@@ -19,7 +19,6 @@ from megatron_grpo.weights.buckets import Slot
 from megatron_grpo.weights.device_memory import Handles
 from megatron_grpo.weights.ends import FIELDS, PROTOCOL, End, Step, Sums
 from megatron_grpo.weights.exchange import Exchange, worker_name
-from megatron_grpo.weights.group import IN_FLIGHT
 from megatron_grpo.weights.parts import PartTensor
 from megatron_grpo.weights.proof import check_held
 from megatron_grpo.weights.session import Session
@@ -196,7 +195,7 @@ class CollectiveReceiver:
         # What is in flight, with the buffer it comes into; None where it comes into its own place.
         begun: deque[tuple[Step, Tensor | None]] = deque()
         while ahead or begun:
-            while ahead and len(begun) < IN_FLIGHT:
+            while ahead and not end.full(step for step, _ in begun):
                 slots = ahead[0].bucket.slots
                 flat = end.flat(place(slots[0])) if len(slots) == 1 else None
                 if flat is None and not free:

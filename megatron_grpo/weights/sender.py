@@ -17,7 +17,6 @@ from megatron_grpo.weights.buckets import Slot
 from megatron_grpo.weights.device_memory import Handles
 from megatron_grpo.weights.ends import End, Step, Sums
 from megatron_grpo.weights.exchange import Exchange, policy_name, worker_name
-from megatron_grpo.weights.group import IN_FLIGHT
 from megatron_grpo.weights.session import Session
 
 
@@ -139,7 +138,7 @@ class CollectiveSender:
             slots, total = step.bucket.slots, sums[step.line.link.number]
             whole = self._slice(given, slots[0]) if len(slots) == 1 else None
             flat = None if whole is None else end.flat(whole)
-            while len(begun) >= IN_FLIGHT or (flat is None and not free):
+            while end.full(step for step, _, _ in begun) or (flat is None and not free):
                 finish_oldest()
             if whole is not None and flat is not None:
                 begun.append((step, flat, False))

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_grpo.config.base import Value
 from megatron_grpo.conversion.config_json import parse_model_spec
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.weights.buckets import Slot
@@ -48,8 +49,13 @@ SHAPES = {
 
 
 def spec_of(model: str) -> ModelSpec:
+    return parse_model_spec(config_of(model), model)
+
+
+def config_of(model: str) -> dict[str, Value]:
+    """Its config.json."""
     hidden, ffn, layers, heads, kv_heads, vocab, tied = SHAPES[model]
-    fields = {
+    return {
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -65,7 +71,6 @@ def spec_of(model: str) -> ModelSpec:
         "rope_theta": 10000.0,
         "dtype": "float32",
     }
-    return parse_model_spec(fields, model)
 
 
 def flat_model(spec: ModelSpec) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,7 +174,7 @@ def exchange_of(job: Job, rendezvous) -> Exchange:
 def bare_group(job: Job, end: CollectiveSender | CollectiveReceiver, place: int) -> LinkGroup:
     names = ["trainer", *(f"engine {e}" for e in range(job.engines))]
     session: Session = end.session
-    return LinkGroup(session, 10_000, names, place, "gloo", CPU)
+    return LinkGroup(session, 10_000, names, place, "gloo")
 
 
 def timed_broadcast(group: LinkGroup, flat: Tensor) -> float:

@@ -54,6 +54,19 @@ def test_policy_ranks_come_first_and_an_engine_is_one_bundle():
     assert placement.engine_bundle(1) == 3
 
 
+def test_a_rank_and_an_engine_that_share_a_gpu_get_one_bundle_and_half_of_it_each():
+    placement = plan_placement(1, 1, 1, 1, shared=True)
+    assert [(b.role, b.cpus, b.gpus) for b in placement.bundles] == [
+        ("policy rank 0 and engine 0", 2, 1)
+    ]
+    assert placement.engine_bundle(0) == 0
+    assert placement.actor(0) == (1, 0.5)
+    assert homes(assign(placement, gpu_nodes(1))) == ["n000"]
+    alone = plan_placement(2, 1, 4, 1)
+    assert alone.actor(0) == (1, 1)
+    assert alone.actor(alone.engine_bundle(0)) == (4, 4)
+
+
 def test_i1_more_gpus_than_there_are_is_refused_with_the_shortfall():
     message = refused(plan_placement(2, 0, 1, 1), gpu_nodes(1))
     assert "hold 1 of them" in message
