@@ -14,7 +14,7 @@ from megatron_grpo.weights.plan import Transfer
 # being packed, which matters where the wire is as fast as memory. Smaller ones are packed together
 # until there are so many bytes of them; beyond that an engine would wait too long for the small
 # tensors of a layer of which it holds the large ones.
-ALONE_BYTES = 1 << 20
+ALONE_BYTES = 2 << 20
 PACKED_BYTES = 4 << 20
 
 

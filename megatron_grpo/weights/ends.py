@@ -92,6 +92,7 @@ class End:
         )
         self.lines: list[Line] = []
         self.pushes = 0
+        self._known: tuple[list[list[bool]], list[Step]] = ([], [])
         self._in_flight = IN_FLIGHT[exchange.backend]
         fleet = self.plan.fleet
         for link in links_of(self.plan):
@@ -120,15 +121,19 @@ class End:
 
     def steps(self) -> list[Step]:
         """This end's buckets in the global order."""
+        sent = [line.sent for line in self.lines]
+        if sent != self._known[0]:
+            self._known = ([list(flags) for flags in sent], self._cut())
+        return self._known[1]
+
+    def _cut(self) -> list[Step]:
         numbered = []
+        tensors, exchange = self.plan.tensors, self.exchange
         for line in self.lines:
-            buckets = list(
-                cut_buckets(
-                    line.moving, self.plan.tensors, self.plan.item_bytes, self.exchange.bucket_bytes
-                )
-            )
+            cut = cut_buckets(line.moving, tensors, self.plan.item_bytes, exchange.bucket_bytes)
+            buckets = list(cut)
             for number, bucket in enumerate(buckets):
-                first = self.plan.tensors[bucket.slots[0].tensor].name
+                first = tensors[bucket.slots[0].tensor].name
                 what = f"bucket {number + 1} of {len(buckets)}, from {first} on"
                 numbered.append((number, line.link.number, Step(line, bucket, what)))
         return [step for _, _, step in sorted(numbered, key=lambda entry: entry[:2])]

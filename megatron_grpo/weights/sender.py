@@ -57,6 +57,11 @@ class CollectiveSender:
             handles,
         )
         self._tensors = self._end.plan.tensors
+        self._held = {
+            t.tensor: self._range_of(t.tensor)
+            for line in self._end.lines
+            for t in line.link.transfers
+        }
         first = {t.tensor: t for t in reversed(self._end.plan.transfers)}
         self._firsts = frozenset(t for t in first.values() if t.source == rank)
         self._workers = [worker_name(w, exchange.fleet) for w in range(exchange.fleet.num_workers)]
@@ -165,14 +170,20 @@ class CollectiveSender:
         for line in moving:
             line.group.finish(version, until, "checksums")
 
-    def _slice(self, given: _Given, slot: Slot) -> Tensor:
-        tensor, policy = self._tensors[slot.tensor], self._end.plan.policy
+    def _range_of(self, number: int) -> tuple[int, torch.Size]:
+        """Where this rank's part of a tensor begins along its axis, and the part's shape."""
+        tensor, policy = self._tensors[number], self._end.plan.policy
         low, high = policy.range_of(tensor, policy.part_of(tensor, self._rank))
-        part = given.read(tensor.name, self._rank)
         shape = list(tensor.shape)
         if shape:
             shape[tensor.axis or 0] = high - low
-        if list(part.shape) != shape:
+        return low, torch.Size(shape)
+
+    def _slice(self, given: _Given, slot: Slot) -> Tensor:
+        tensor = self._tensors[slot.tensor]
+        low, shape = self._held[slot.tensor]
+        part = given.read(tensor.name, self._rank)
+        if part.shape != shape:
             raise WeightExchangeError(
                 f"tensor {tensor.name} on policy rank {self._rank}",
                 f"must have shape {tuple(shape)}",
