@@ -147,6 +147,12 @@ class RunConfig(Section):
                 found=self.steps,
                 remedy=f"set it to {total}",
             )
+        names = [stage.name for stage in self.stages]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                "stages", "have a name twice", found=twice, remedy="give each its own"
+            )
         if self.stage is not None:
             raise ConfigError("stage", "is written by the run itself", remedy="remove it")
 
