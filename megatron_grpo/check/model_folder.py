@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # A header larger than this is no header.
 _LARGEST_HEADER_BYTES = 200 << 20
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def check_model_folders(subject: Subject) -> Iterator[Finding]:
@@ -65,7 +67,7 @@ def _check_folder(key: str, folder: Path) -> Iterator[Finding]:
 
 
 def _check_weights(key: str, folder: Path, model: Architecture) -> Iterator[Finding]:
-    shapes = read_shapes(folder)
+    shapes = {n: s for n, s in read_shapes(folder).items() if _is_trained(n, model)}
     elements = sum(_product(shape) for shape in shapes.values())
     embedding = next(
         (shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")), None
@@ -91,6 +93,13 @@ def _check_weights(key: str, folder: Path, model: Architecture) -> Iterator[Find
         )
         return
     yield Finding("ok", key, f"{model.name}, {elements / 1e9:.3g} B parameters, all shards there")
+
+
+def _is_trained(name: str, model: Architecture) -> bool:
+    """Not a router's bias, nor of a layer after the model's last (multi-token prediction)."""
+    layer = _LAYER.match(name)
+    beside = model.kv_rank is not None and layer is not None and int(layer[1]) >= model.num_layers
+    return not beside and not name.endswith("e_score_correction_bias")
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -36,7 +36,7 @@ def cut_buckets(
     bucket_bytes: int,
 ) -> Iterator[Bucket]:
     """Fill buckets of `bucket_bytes` in order, cutting transfers where one is full. A transfer of
-    `ALONE_BYTES` or more shares its buckets with no other.
+    `ALONE_BYTES` or more, or of an exact tensor, shares its buckets with no other.
 
     The smallest piece is one index along the axis: one that is larger than a bucket gets a larger
     bucket to itself.
@@ -49,9 +49,10 @@ def cut_buckets(
     slots: list[Slot] = []
     end = 0
     for transfer in transfers:
-        size = tensors[transfer.tensor].index_elements * item_bytes
-        start = transfer.start
-        alone = (transfer.stop - start) * size >= ALONE_BYTES
+        tensor, start = tensors[transfer.tensor], transfer.start
+        size = tensor.index_bytes(item_bytes)
+        # In a bucket of their own, exact ones begin where their dtype can.
+        alone = tensor.exact or (transfer.stop - start) * size >= ALONE_BYTES
         if alone and slots:
             yield Bucket(tuple(slots), end)
             slots, end = [], 0
@@ -79,6 +80,6 @@ def largest_bucket(
     bucket_bytes: int,
 ) -> int:
     """Bytes of the largest bucket that any choice among these transfers can make."""
-    whole = sum((t.stop - t.start) * tensors[t.tensor].index_elements for t in transfers)
-    index = max((tensors[t.tensor].index_elements for t in transfers), default=0)
-    return max(min(bucket_bytes, whole * item_bytes), index * item_bytes)
+    sizes = [tensors[t.tensor].index_bytes(item_bytes) for t in transfers]
+    whole = sum((t.stop - t.start) * size for t, size in zip(transfers, sizes))
+    return max(min(bucket_bytes, whole), max(sizes, default=0))

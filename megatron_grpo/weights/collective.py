@@ -30,7 +30,6 @@ from megatron_grpo.weights.buckets import Slot
 from megatron_grpo.weights.ends import FIELDS, IN_FLIGHT, PROTOCOL, End, Step, Sums
 from megatron_grpo.weights.exchange import Exchange, policy_name, worker_name
 from megatron_grpo.weights.parts import PartTensor
-from megatron_grpo.weights.proof import check_held
 from megatron_grpo.weights.session import Session
 
 
@@ -148,7 +147,7 @@ class CollectiveSender:
         for step in steps:
             slots, total = step.bucket.slots, sums[step.line.link.number]
             whole = self._slice(given, slots[0]) if len(slots) == 1 else None
-            flat = None if whole is None else end.flat(whole)
+            flat = None if whole is None else end.flat(slots[0], whole)
             while len(begun) >= IN_FLIGHT or (flat is None and not free):
                 finish_oldest()
             if whole is not None and flat is not None:
@@ -263,7 +262,7 @@ class CollectiveReceiver:
         """Of everything this worker holds of the model."""
         tensors, item = self._end.plan.tensors, self._end.plan.item_bytes
         ranges = self._ranges.items()
-        return sum((high - low) * tensors[t].index_elements * item for t, (low, high) in ranges)
+        return sum((high - low) * tensors[t].index_bytes(item) for t, (low, high) in ranges)
 
     @property
     def names(self) -> list[str]:
@@ -286,7 +285,8 @@ class CollectiveReceiver:
             if slot.tensor not in parts:
                 shape = list(tensor.shape) or [1]
                 shape[axis] = high - low
-                parts[slot.tensor] = torch.empty(shape, dtype=self._end.dtype, device=self._device)
+                dtype = self._end.dtype_of(slot.tensor)
+                parts[slot.tensor] = torch.empty(shape, dtype=dtype, device=self._device)
                 missing[slot.tensor] = high - low
             return parts[slot.tensor].narrow(axis, slot.start - low, slot.stop - slot.start)
 
@@ -334,9 +334,7 @@ class CollectiveReceiver:
         """
         try:
             if self._expected:
-                tensors = self._end.plan.tensors
-                sent = {tensors[number].name: value for number, value in self._expected.items()}
-                check_held(self._name, sent, self.unsent, held, self._end.dtype)
+                self._end.check_held(self._expected, self.unsent, held)
             self._end.session.take()
         except BaseException as error:
             self.fail(str(error))
@@ -386,7 +384,7 @@ class CollectiveReceiver:
         while ahead or begun:
             while ahead and len(begun) < IN_FLIGHT:
                 slots = ahead[0].bucket.slots
-                flat = end.flat(place(slots[0])) if len(slots) == 1 else None
+                flat = end.flat(slots[0], place(slots[0])) if len(slots) == 1 else None
                 if flat is None and not free:
                     break
                 step = ahead.popleft()

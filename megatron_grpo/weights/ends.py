@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,9 @@ from megatron_grpo.weights.buckets import Bucket, Slot, cut_buckets, largest_buc
 from megatron_grpo.weights.checksums import checksum
 from megatron_grpo.weights.exchange import Exchange, Link, link_names, links_of
 from megatron_grpo.weights.group import LinkGroup
+from megatron_grpo.weights.layouts import exact_names
 from megatron_grpo.weights.plan import Plan, Transfer
+from megatron_grpo.weights.proof import check_held
 from megatron_grpo.weights.session import Session
 from megatron_grpo.weights.specs import torch_dtype
 
@@ -67,8 +69,9 @@ class End:
     ) -> None:
         """`mine` tells this end's place among the members of a link."""
         self.exchange = exchange
+        self.name = name
         self.plan: Plan = exchange.plan(spec)
-        self.dtype = torch_dtype(exchange.dtype)
+        self._dtype = torch_dtype(exchange.dtype)
         self._device = device
         self.session = Session(
             store, name, exchange.member_names, self.plan.digest(), exchange.deadline_s
@@ -115,20 +118,36 @@ class End:
         """A slot's place in a buffer, in the slice's own shape."""
         tensor = self.plan.tensors[slot.tensor]
         count = slot.stop - slot.start
-        num_bytes = count * tensor.index_elements * self.plan.item_bytes
-        flat = buffer[slot.offset : slot.offset + num_bytes].view(self.dtype)
+        num_bytes = count * tensor.index_bytes(self.plan.item_bytes)
+        flat = buffer[slot.offset : slot.offset + num_bytes].view(self.dtype_of(slot.tensor))
         shape = list(tensor.shape) or [1]
         shape[tensor.axis or 0] = count
         return flat.view(shape)
 
-    def flat(self, tensor: Tensor) -> Tensor | None:
+    def dtype_of(self, tensor: int) -> torch.dtype:
+        """What tensor number `tensor` of the plan travels in."""
+        return torch.float32 if self.plan.tensors[tensor].exact else self._dtype
+
+    def flat(self, slot: Slot, part: Tensor) -> Tensor | None:
         """A slice's bytes where they lie, to be sent or filled as they are; None if that cannot be
         done: it is not in one piece, or of another dtype or device.
         """
-        fits = tensor.is_contiguous() and tensor.dtype == self.dtype
-        if fits and tensor.device == self._device:
-            return tensor.view(-1).view(torch.uint8)
+        fits = part.is_contiguous() and part.dtype == self.dtype_of(slot.tensor)
+        if fits and part.device == self._device:
+            return part.view(-1).view(torch.uint8)
         return None
+
+    def check_held(
+        self,
+        sent: Mapping[int, Tensor],
+        unsent: frozenset[str],
+        held: Iterable[tuple[Sequence[str], Tensor]],
+    ) -> None:
+        """See `proof.check_held`; `sent` by tensor number."""
+        tensors = self.plan.tensors
+        sums = {tensors[number].name: value for number, value in sent.items()}
+        exact = exact_names(tensors)
+        check_held(self.name, sums, unsent, held, self._dtype, exact)
 
     def fail(self, cause: str) -> None:
         """Tell every end that this one gives up, and leave."""
