@@ -12,7 +12,7 @@ from rich.console import Console
 
 from grpo_launch.slurm import SlurmJob, render
 from grpo_launch.submit import submit, write_scripts
-from megatron_grpo.config import RunConfig, dump_config, load_config
+from megatron_grpo.config import RunConfig, VllmGeneratorConfig, dump_config, load_config
 from megatron_grpo.errors import ConfigError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
@@ -34,7 +34,7 @@ class LaunchRequest:
     spares: int = 0
     engine_nodes: int = 0
     engine_partition: str | None = None
-    engine_gpus_per_node: int | None = None
+    engine_gpus_per_node: int = 8
     container: str | None = None
     mounts: tuple[str, ...] = ()
     seeds: str | None = None
@@ -71,7 +71,6 @@ def slurm_job(run: RunConfig, request: LaunchRequest, now: datetime) -> SlurmJob
     """The job; its folder is named after the moment, so that none is ever used twice."""
     run_dir = run.folder.expanduser().absolute()
     folder = run_dir.with_name(f"{run_dir.name}.slurm") / f"{now:%Y%m%d-%H%M%S-%f}"
-    gpus = request.engine_gpus_per_node
     return SlurmJob(
         name=run.name,
         config=folder / "config.yaml",
@@ -90,7 +89,7 @@ def slurm_job(run: RunConfig, request: LaunchRequest, now: datetime) -> SlurmJob
         partition=request.partition,
         engine_nodes=request.engine_nodes,
         engine_partition=request.engine_partition,
-        engine_gpus_per_node=request.gpus_per_node if gpus is None else gpus,
+        engine_gpus_per_node=request.engine_gpus_per_node,
         container=request.container,
         mounts=request.mounts,
         seeds=() if request.seeds is None else parse_seeds(request.seeds),
@@ -123,6 +122,13 @@ def _check_fits(run: RunConfig, request: LaunchRequest) -> None:
         )
     if request.engine_nodes and run.generator is None:
         raise ConfigError("--engine-nodes", "this run generates nothing", remedy="drop the option")
+    engines = run.generator
+    if request.engine_nodes and isinstance(engines, VllmGeneratorConfig) and engines.colocated:
+        raise ConfigError(
+            "--engine-nodes",
+            "colocated engines sit where the policy is",
+            remedy="drop the option, or set generator.colocated to false",
+        )
 
 
 def parse_time(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megatron_grpo.config import RunConfig
 from megatron_grpo.errors import ConfigErrors, GrpoError
+from megatron_grpo.runtime.placement import Node
 
 Level = Literal["problem", "warning", "ok", "unknown"]
 _ORDER: tuple[Level, ...] = ("problem", "warning", "unknown", "ok")
@@ -35,17 +36,48 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Machines:
+    """The nodes that a job will ask for.
+
+    Attributes:
+        cpus_per_node: None is not known.
+        engine_nodes: more of them, for engines alone; the others are then for the policy alone.
+    """
+
+    nodes: int
+    gpus_per_node: int = 8
+    cpus_per_node: int | None = None
+    engine_nodes: int = 0
+    engine_gpus_per_node: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node + self.engine_nodes * self.engine_gpus_per_node
+
+    def as_nodes(self) -> list[Node]:
+        """For a placement. A node whose cores nobody counted has enough of them for its GPUs."""
+        policy = self._some("node", self.nodes, self.gpus_per_node)
+        engines = self._some("engine-node", self.engine_nodes, self.engine_gpus_per_node)
+        if engines:
+            policy = [replace(node, role="policy") for node in policy]
+        return policy + [replace(node, role="engine") for node in engines]
+
+    def _some(self, name: str, count: int, gpus: int) -> list[Node]:
+        cpus = gpus if self.cpus_per_node is None else self.cpus_per_node
+        return [Node(f"{name}{i:04d}", gpus, cpus) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What is checked: a config, and the cluster it is meant for.
 
     Attributes:
-        nodes: None if nobody said; then nothing is said about room.
+        machines: None if nobody said; then nothing is said about room.
         gpu: a row of grpo_perf.hardware; "" is not known.
     """
 
     config: RunConfig
-    nodes: int | None = None
-    gpus_per_node: int = 8
+    machines: Machines | None = None
     gpu: str = ""
 
 

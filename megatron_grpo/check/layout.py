@@ -18,7 +18,7 @@ from grpo_perf.policy_memory import policy_memory
 
 from megatron_grpo.check.findings import Finding, Subject
 from megatron_grpo.config import DataTask, MegatronPolicyConfig, VllmGeneratorConfig
-from megatron_grpo.runtime.placement import Node, assign, plan_placement
+from megatron_grpo.runtime.placement import Placement, assign, placement_of
 
 
 def architecture(folder: Path) -> Architecture | None:
@@ -122,66 +122,60 @@ def check_replicas(subject: Subject) -> Iterator[Finding]:
 
 def check_placement(subject: Subject) -> Iterator[Finding]:
     """Ranks and engines on the nodes that will be asked for."""
-    config = subject.config
+    config, machines = subject.config, subject.machines
     if not isinstance(config.policy, MegatronPolicyConfig):
-        if subject.nodes not in (None, 1):
+        if machines is not None and machines.nodes + machines.engine_nodes > 1:
             yield Finding(
                 "problem",
                 "policy.type",
-                f"a reference policy is one process and cannot use {subject.nodes} nodes",
+                "a reference policy is one process and cannot use "
+                f"{machines.nodes + machines.engine_nodes} nodes",
                 "set policy.type to megatron, or ask for one node",
             )
         return
-    engines = config.generator if isinstance(config.generator, VllmGeneratorConfig) else None
-    ranks = config.policy.parallel.world_size
-    # An engine that shares the policy's GPU needs none of its own.
-    workers = 0 if engines is None or config.shares_gpu else engines.engines * engines.tensor
     gpus = config.cluster.gpus_per_rank
-    if subject.nodes is None:
-        what = "GPUs" if gpus else "CPU slots"
+    placement = placement_of(config)
+    processes = _processes(placement)
+    if machines is None:
+        unit = "GPUs" if gpus else "CPU slots"
+        slots = sum(bundle.gpus if gpus else bundle.cpus for bundle in placement.bundles)
         yield Finding(
             "unknown",
             "placement",
-            f"needs {ranks} {what} for the policy and {workers} for engines",
+            f"{processes} need {slots} {unit}",
             "say --nodes N to see whether they fit",
         )
         return
-    if gpus == 0 and subject.gpus_per_node:
+    if gpus == 0 and machines.gpus:
         yield Finding(
             "problem",
             "cluster.gpus_per_rank",
-            f"is 0, so none of the {subject.gpus_per_node} GPUs of a node would be used",
+            f"is 0, so none of the {machines.gpus_per_node} GPUs of a node would be used",
             "add cluster.gpus_per_rank=1, or --gpus-per-node 0 for a run on CPUs",
         )
         return
-    if gpus == 0:  # CPU slots are what the job says they are
-        yield Finding("ok", "placement", f"{ranks + workers} processes on CPUs")
+    if gpus == 0 and machines.cpus_per_node is None:  # whole nodes, of as many cores as they have
+        yield Finding("ok", "placement", f"{processes} on CPUs")
         return
-    nodes = [
-        Node(f"node{i:04d}", subject.gpus_per_node, max(64, subject.gpus_per_node))
-        for i in range(subject.nodes)
-    ]
-    placement = assign(
-        plan_placement(
-            ranks,
-            0 if engines is None else engines.engines,
-            1 if engines is None else engines.tensor,
-            gpus,
-            config.policy.parallel,
-            shared=config.shares_gpu,
-        ),
-        nodes,
-    )
-    total = subject.nodes * subject.gpus_per_node
-    idle = total - ranks - workers
-    if idle >= subject.gpus_per_node:
+    placement = assign(placement, machines.as_nodes())
+    idle = machines.gpus - sum(bundle.gpus for bundle in placement.bundles)
+    if gpus and idle >= machines.gpus_per_node:
         yield Finding(
             "warning",
             "placement",
-            f"{idle} of {total} GPUs stay idle ({len(placement.spares)} whole nodes)",
+            f"{idle} of {machines.gpus} GPUs stay idle ({len(placement.spares)} whole nodes)",
             "raise policy.parallel.data or generator.engines, or ask for fewer nodes",
         )
-    yield Finding("ok", "placement", f"{ranks} ranks and {workers} engine workers on {total} GPUs")
+    where = f"{machines.gpus} GPUs" if gpus else f"{machines.nodes + machines.engine_nodes} nodes"
+    yield Finding("ok", "placement", f"{processes} on {where}")
+
+
+def _processes(placement: Placement) -> str:
+    ranks = placement.num_policy_ranks
+    workers = (len(placement.bundles) - ranks) * placement.engine_tensor
+    if placement.colocated:
+        return f"{ranks} ranks and, sharing their devices, {workers} engine workers"
+    return f"{ranks} ranks and {workers} engine workers"
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
@@ -222,6 +216,8 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     )
     if isinstance(config.generator, VllmGeneratorConfig):
         yield _engine_memory(config.generator, model, hardware.memory_bytes)
+        if config.generator.colocated:
+            yield _shared_memory(config.generator, model, peak.state.total, hardware.memory_bytes)
 
 
 def _engine_memory(engines: VllmGeneratorConfig, model: Architecture, device: float) -> Finding:
@@ -243,6 +239,26 @@ def _engine_memory(engines: VllmGeneratorConfig, model: Architecture, device: fl
         min(device, room + RESERVED_SHARE * device),
         f"weights {_gb(weights)}, one longest sequence {_gb(one)}",
         "raise generator.tensor, or lower generator.max_model_tokens or kv_cache_bytes",
+    )
+
+
+def _shared_memory(
+    engines: VllmGeneratorConfig, model: Architecture, state: float, device: float
+) -> Finding:
+    """While engines generate, the policy's state stays where it is."""
+    if engines.kv_cache_bytes is None:
+        held, says = engines.gpu_memory_fraction * device, "generator.gpu_memory_fraction"
+    else:
+        width = 4 if engines.dtype == "float32" else 2
+        held = engine_weight_bytes(model, engines.tensor, 1, width) + engines.kv_cache_bytes
+        says = "generator.kv_cache_bytes and weights"
+    return _memory_finding(
+        "GPU that policy and engine share",
+        state + held + RESERVED_SHARE * device,
+        device,
+        f"the policy's state {_gb(state)}, {says} {_gb(held)}",
+        "lower generator.gpu_memory_fraction or kv_cache_bytes, raise policy.parallel, or set "
+        "generator.colocated to false",
     )
 
 

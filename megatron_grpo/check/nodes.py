@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from megatron_grpo.check.findings import Finding, Report
 from megatron_grpo.check.identity import Seen, what_is_seen
 from megatron_grpo.config import RunConfig, load_config
 from megatron_grpo.errors import ClusterError
+from megatron_grpo.weights.rendezvous import ADDRESSES_ONLY
 
 DEADLINE_S = 120.0
 # More than this between two clocks makes logs and time stamps of files misleading.
@@ -74,7 +76,8 @@ def allocation(environment: Mapping[str, str]) -> Allocation:
             f"{tasks} tasks on {len(hosts)} nodes",
             remedy="use one per node: srun --ntasks-per-node=1",
         )
-    return Allocation(rank, tuple(hosts), 20000 + (7 * job) % 40000)
+    # Below what the kernel gives to connections; another one for the next job on these nodes.
+    return Allocation(rank, tuple(hosts), 20000 + (7 * job) % 12000)
 
 
 def check_nodes(path: Path, overrides: Sequence[str], report: Report) -> Report | None:
@@ -99,15 +102,17 @@ def check_nodes(path: Path, overrides: Sequence[str], report: Report) -> Report 
 
 def _meet(here: Allocation) -> TCPStore:
     try:
+        address = str(socket.getaddrinfo(here.hosts[0], None)[0][4][0])
+        os.environ.update(ADDRESSES_ONLY)
         return TCPStore(
-            here.hosts[0],
+            address,
             here.port,
             is_master=here.rank == 0,
             world_size=here.size,
             timeout=timedelta(seconds=DEADLINE_S),
             wait_for_workers=True,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ClusterError(
             f"{here.hosts[here.rank]}",
@@ -117,20 +122,26 @@ def _meet(here: Allocation) -> TCPStore:
 
 
 def _exchange(store: TCPStore, here: Allocation, seen: Seen) -> list[Seen]:
-    """What every node sees; the clocks are read at the same moment, as far as a store can tell."""
+    """What every node sees, for the first of them, which speaks for all; nothing on the others. The
+    clocks are read at the same moment, as far as a store can tell.
+    """
     store.set(f"seen/{here.rank}", seen.to_json())
-    found = []
-    for rank in range(here.size):
-        found.append(Seen.from_json(store.get(f"seen/{rank}")))
     _barrier(store, here, "clock")
     store.set(f"clock/{here.rank}", repr(time.time()))
-    clocks = [float(store.get(f"clock/{rank}")) for rank in range(here.size)]
-    return [one.at(here.hosts[rank], clocks[rank]) for rank, one in enumerate(found)]
+    if here.rank:
+        return []
+    found = store.multi_get([f"seen/{rank}" for rank in range(here.size)])
+    clocks = store.multi_get([f"clock/{rank}" for rank in range(here.size)])
+    return [
+        Seen.from_json(one).at(host, float(clock))
+        for one, host, clock in zip(found, here.hosts, clocks, strict=True)
+    ]
 
 
 def _barrier(store: TCPStore, here: Allocation, name: str) -> None:
-    store.set(f"{name}/at/{here.rank}", "1")
-    store.wait([f"{name}/at/{r}" for r in range(here.size)], timedelta(seconds=DEADLINE_S))
+    if store.add(f"{name}/here", 1) == here.size:
+        store.set(f"{name}/all", "1")
+    store.wait([f"{name}/all"], timedelta(seconds=DEADLINE_S))
 
 
 def differences(seen: Sequence[Seen]) -> Iterator[Finding]:

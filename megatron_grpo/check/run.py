@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_grpo.check.findings import Finding, Report, Subject, problems_of, report_of, run_rules
+from megatron_grpo.check.findings import (
+    Finding,
+    Machines,
+    Report,
+    Subject,
+    problems_of,
+    report_of,
+    run_rules,
+)
 from megatron_grpo.check.rules import RULES
 from megatron_grpo.config import load_config
 from megatron_grpo.errors import ConfigErrors
@@ -15,8 +23,7 @@ from megatron_grpo.errors import ConfigErrors
 def check_config(
     path: Path,
     overrides: Sequence[str] = (),
-    nodes: int | None = None,
-    gpus_per_node: int = 8,
+    machines: Machines | None = None,
     gpu: str = "",
 ) -> Report:
     """Everything that can be said without a GPU.
@@ -31,7 +38,7 @@ def check_config(
     names = [f"stage {stage.name}: " for stage in config.stages] or [""]
     found: dict[Finding, None] = {}
     for name, stage in zip(names, config.stage_configs(), strict=True):
-        report = run_rules(RULES, Subject(stage, nodes, gpus_per_node, gpu))
+        report = run_rules(RULES, Subject(stage, machines, gpu))
         known = {replace(finding, where="") for finding in found}
         for finding in report.findings:  # what was said of an earlier stage is not said again
             if replace(finding, where="") not in known:

@@ -32,10 +32,11 @@ def check(
 
     Exit status: 0 nothing stops it, 1 problems are listed, 2 the config cannot be read.
     """
-    from megatron_grpo.check.findings import as_json, show
+    from megatron_grpo.check.findings import Machines, as_json, show
     from megatron_grpo.check.run import check_config
 
-    report = check_config(config, overrides or [], nodes, gpus_per_node, gpu)
+    machines = None if nodes is None else Machines(nodes, gpus_per_node)
+    report = check_config(config, overrides or [], machines, gpu)
     if on_nodes:
         from megatron_grpo.check.nodes import check_nodes
 

@@ -9,6 +9,46 @@ import typer
 
 from megatron_grpo.commands.options import ConfigPath, Overrides, wide_console
 
+NodesOption = Annotated[int, typer.Option(min=1, help="nodes the run needs")]
+GpusPerNodeOption = Annotated[int, typer.Option(min=0, help="0: a run on CPUs")]
+CpusPerNodeOption = Annotated[
+    int | None, typer.Option(min=1, help="share nodes with other jobs; whole nodes by default")
+]
+TimeOption = Annotated[
+    str | None, typer.Option(help="limit: MIN, HH:MM:SS or D-HH:MM:SS; the partition's own")
+]
+GraceOption = Annotated[
+    int | None,
+    typer.Option(min=30, help="seconds before the limit to save and requeue: 300, less if short"),
+]
+AccountOption = Annotated[str | None, typer.Option(help="who pays")]
+PartitionOption = Annotated[str | None, typer.Option(help="which machines")]
+SparesOption = Annotated[
+    int, typer.Option(min=0, help="nodes held ready; the run goes on with one when one is lost")
+]
+EngineNodesOption = Annotated[
+    int, typer.Option(min=0, help="a heterogeneous job: so many nodes more, for engines alone")
+]
+EnginePartitionOption = Annotated[str | None, typer.Option(help="of those")]
+EngineGpusPerNodeOption = Annotated[int | None, typer.Option(min=0, help="of those")]
+ContainerOption = Annotated[
+    str | None, typer.Option(help="image: FILE.sif (apptainer), or what pyxis takes")
+]
+MountsOption = Annotated[
+    list[str] | None, typer.Option(help="SOURCE:TARGET in the container; the run's are there")
+]
+SeedsOption = Annotated[str | None, typer.Option(help="e.g. 1,2,3: an array of jobs")]
+SetupOption = Annotated[
+    Path | None, typer.Option(help="shell lines for every node: modules, environment")
+]
+SbatchOption = Annotated[
+    list[str] | None, typer.Option(help="one more option, e.g. --sbatch=--qos=high")
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="submit although `check` finds problems from here")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="print the script and stop")]
+
 app = typer.Typer(no_args_is_help=True, help="Start a run on a cluster.")
 
 
@@ -21,47 +61,24 @@ def launch() -> None:
 def slurm(
     config: ConfigPath,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(min=1, help="nodes the run needs")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: a run on CPUs")] = 8,
-    cpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="share nodes with other jobs; whole nodes by default")
-    ] = None,
-    time: Annotated[
-        str | None, typer.Option(help="limit: MIN, HH:MM:SS or D-HH:MM:SS; the partition's own")
-    ] = None,
-    grace: Annotated[
-        int | None,
-        typer.Option(
-            min=30, help="seconds before the limit to save and requeue: 300, less if short"
-        ),
-    ] = None,
-    account: Annotated[str | None, typer.Option(help="who pays")] = None,
-    partition: Annotated[str | None, typer.Option(help="which machines")] = None,
-    spares: Annotated[
-        int, typer.Option(min=0, help="nodes held ready; the run goes on with one when one is lost")
-    ] = 0,
-    engine_nodes: Annotated[
-        int, typer.Option(min=0, help="a heterogeneous job: so many nodes more, for engines alone")
-    ] = 0,
-    engine_partition: Annotated[str | None, typer.Option(help="of those")] = None,
-    engine_gpus_per_node: Annotated[int | None, typer.Option(min=0, help="of those")] = None,
-    container: Annotated[
-        str | None, typer.Option(help="image: FILE.sif (apptainer), or what pyxis takes")
-    ] = None,
-    mount: Annotated[
-        list[str] | None, typer.Option(help="SOURCE:TARGET in the container; the run's are there")
-    ] = None,
-    seeds: Annotated[str | None, typer.Option(help="e.g. 1,2,3: an array of jobs")] = None,
-    setup: Annotated[
-        Path | None, typer.Option(help="shell lines for every node: modules, environment")
-    ] = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(help="one more option, e.g. --sbatch=--qos=high")
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="submit although `check` finds problems from here")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script and stop")] = False,
+    nodes: NodesOption = 1,
+    gpus_per_node: GpusPerNodeOption = 8,
+    cpus_per_node: CpusPerNodeOption = None,
+    time: TimeOption = None,
+    grace: GraceOption = None,
+    account: AccountOption = None,
+    partition: PartitionOption = None,
+    spares: SparesOption = 0,
+    engine_nodes: EngineNodesOption = 0,
+    engine_partition: EnginePartitionOption = None,
+    engine_gpus_per_node: EngineGpusPerNodeOption = None,
+    container: ContainerOption = None,
+    mount: MountsOption = None,
+    seeds: SeedsOption = None,
+    setup: SetupOption = None,
+    sbatch: SbatchOption = None,
+    force: ForceOption = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Submit CONFIG as one SLURM job that saves before its time limit and goes on by itself.
 
@@ -71,11 +88,13 @@ def slurm(
     """
     from grpo_launch.command import LaunchRequest, launch_slurm
 
-    from megatron_grpo.check.findings import show
+    from megatron_grpo.check.findings import Machines, show
     from megatron_grpo.check.run import check_config
 
     console = wide_console()
-    report = check_config(config, overrides or [], nodes + engine_nodes, gpus_per_node)
+    engine_gpus = gpus_per_node if engine_gpus_per_node is None else engine_gpus_per_node
+    machines = Machines(nodes, gpus_per_node, cpus_per_node, engine_nodes, engine_gpus)
+    report = check_config(config, overrides or [], machines)
     if report.exit_code:
         show(report, console)
         if not force and not dry_run:
@@ -94,7 +113,7 @@ def slurm(
         spares=spares,
         engine_nodes=engine_nodes,
         engine_partition=engine_partition,
-        engine_gpus_per_node=engine_gpus_per_node,
+        engine_gpus_per_node=engine_gpus,
         container=container,
         mounts=tuple(mount or ()),
         seeds=seeds,

@@ -27,6 +27,23 @@ StalenessOption = Annotated[
     int | None, typer.Option(min=0, help="most versions a rollout may be old")
 ]
 
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="of responses: constant:N, lognormal:MEDIAN,SIGMA, file:PATH, or a run's folder"
+    ),
+]
+MtbfOption = Annotated[
+    float | None, typer.Option(help="mean time between failures of one node; none by default")
+]
+OversamplingOption = Annotated[float, typer.Option(min=1, help="groups started per group used")]
+ProfileOption = Annotated[
+    Path | None, typer.Option(help="folder of a profiled run: its own seconds and lengths, no plan")
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(help="PNG of throughput by cluster size and by split")
+]
+
 
 def plan(
     config: OptionalConfig = None,
@@ -79,25 +96,13 @@ def simulate(
     mean_tokens: MeanOption = None,
     sequences: SequencesOption = None,
     staleness: StalenessOption = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="of responses: constant:N, lognormal:MEDIAN,SIGMA, file:PATH, or a run's folder"
-        ),
-    ] = None,
-    mtbf_hours: Annotated[
-        float | None, typer.Option(help="mean time between failures of one node; none by default")
-    ] = None,
-    oversampling: Annotated[float, typer.Option(min=1, help="groups started per group used")] = 1.0,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="folder of a profiled run: its own seconds and lengths, no plan"),
-    ] = None,
+    lengths: LengthsOption = None,
+    mtbf_hours: MtbfOption = None,
+    oversampling: OversamplingOption = 1.0,
+    profile: ProfileOption = None,
     steps: Annotated[int, typer.Option(min=1)] = 50,
     seed: Annotated[int, typer.Option(min=0)] = 1,
-    plot: Annotated[
-        Path | None, typer.Option(help="PNG of throughput by cluster size and by split")
-    ] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Play the best plan through event by event: idle shares, ages, failures. Needs no torch.
 

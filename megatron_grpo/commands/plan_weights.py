@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from megatron_grpo.commands.options import ConfigPath, Overrides, wide_console
+
+if TYPE_CHECKING:
+    from megatron_grpo.weights.plan_report import PlanCost
 
 
 def plan_weights(
@@ -41,7 +45,6 @@ def plan_weights(
     """
     from grpo_perf.model_shape import model_named
     from grpo_perf.planned_weights import planned_weights
-    from rich.table import Table
 
     from megatron_grpo.config import load_config
     from megatron_grpo.conversion.config_json import read_model_spec
@@ -82,6 +85,12 @@ def plan_weights(
         f"{_size(max(cost.sender_bytes.values()))}, {cost.imbalance:.2f} x the mean; "
         f"predicted {cost.seconds:.3f} s at {link_gbytes:g} GB/s, bound by {cost.bound_by}"
     )
+    _show_largest(cost, rows, console)
+
+
+def _show_largest(cost: PlanCost, rows: int, console: Console) -> None:
+    from rich.table import Table
+
     ranks = Table("policy rank", "sends", title="largest senders")
     for rank in sorted(cost.sender_bytes, key=lambda r: -cost.sender_bytes[r])[:rows]:
         ranks.add_row(str(rank), _size(cost.sender_bytes[rank]))

@@ -223,9 +223,10 @@ class WeightsConfig(Section):
     """How the policy's weights reach the engines."""
 
     backend: Literal["auto", "gloo", "nccl", "cuda_ipc", "disk"] = "auto"
-    """auto: nccl when policy and engines have GPUs, cuda_ipc when they share one, else gloo. disk:
-    through a folder of the run, which all nodes must share; slower, but needs no network between
-    policy and engines, and an engine that comes late finds the newest weights there."""
+    """auto: nccl when policy and engines have GPUs of their own, else gloo. cuda_ipc: within the
+    memory of one GPU that a policy rank and an engine share. disk: through a folder of the run,
+    which all nodes must share; slower, but needs no network between policy and engines, and an
+    engine that comes late finds the newest weights there."""
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""

@@ -11,11 +11,6 @@ from megatron_grpo.config.backends import (
 from megatron_grpo.errors import ConfigError
 
 
-def share_gpu(engines: VllmGeneratorConfig, cluster: ClusterConfig) -> bool:
-    """Whether policy and engine take turns on one GPU."""
-    return engines.colocated and cluster.gpus_per_rank > 0
-
-
 def check_seats(
     policy: PolicyConfig,
     engines: VllmGeneratorConfig,
@@ -31,22 +26,23 @@ def check_seats(
             found=max_staleness,
             remedy="set it to 0, or generator.colocated to false",
         )
-    shared = share_gpu(engines, cluster)
-    ranks = policy.parallel.world_size if policy.type == "megatron" else 1
-    if shared and (ranks, engines.engines, engines.tensor) != (1, 1, 1):
-        raise ConfigError(
-            "generator.colocated",
-            "on GPUs is for one policy rank and one engine of one worker, on one GPU",
-            found=f"{ranks} ranks, {engines.engines} engines of {engines.tensor} workers",
-            remedy="set it to false: policy and engines then have GPUs of their own",
-        )
-    only = {"nccl": not shared, "cuda_ipc": shared}
-    if not only.get(weights.backend, True):
+    shared = engines.colocated and cluster.gpus_per_rank > 0
+    if shared and weights.backend == "nccl":
         raise ConfigError(
             "weights.backend",
-            "cuda_ipc is for a policy and an engine on one GPU (generator.colocated), where NCCL "
-            "does not work",
-            found=weights.backend,
+            "cannot join a policy rank and an engine on the same GPU",
+            found="nccl",
+            remedy="set it to auto (gloo, through the host's memory), or generator.colocated to "
+            "false",
+        )
+    ranks = policy.parallel.world_size if policy.type == "megatron" else 1
+    alone = (ranks, engines.engines, engines.tensor) == (1, 1, 1)
+    if weights.backend == "cuda_ipc" and not (shared and alone):
+        raise ConfigError(
+            "weights.backend",
+            "cuda_ipc is for one policy rank and one engine of one worker that share a GPU "
+            "(generator.colocated, cluster.gpus_per_rank 1)",
+            found=f"{ranks} ranks, {engines.engines} engines of {engines.tensor} workers",
             remedy="set it to auto",
         )
     # vLLM's kernel for experts on a CPU looks for all of them on every worker: in 0.32 the engine

@@ -36,6 +36,7 @@ from megatron_grpo.errors import RolloutError, WeightExchangeError
 from megatron_grpo.generation.engine_output import completion
 from megatron_grpo.generation.stopping import stop_token_ids
 from megatron_grpo.generation.vllm_worker import BACKEND, EXTENSION
+from megatron_grpo.ports import reserve_ports
 from megatron_grpo.protocols import PullReport
 from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Completion, GenerationRequest
@@ -69,6 +70,8 @@ class VllmEngine:
         self._stop_ids = list(stop_token_ids(model.folder))
         self._cpu = current_platform.is_cpu()
         self._dtype = resolve_dtype(config.dtype, gpu=not self._cpu)
+        self._ports = reserve_ports()
+        os.environ["VLLM_PORT"] = str(self._ports.first)
         self._engine = LLMEngine.from_engine_args(self._engine_args())
         self._vocab_size = self._engine.model_config.get_vocab_size()
         self._version = -1
@@ -302,6 +305,7 @@ class VllmEngine:
         """Leave the weight channel and end the engine's own processes, if it has any."""
         self._engine.collective_rpc("shutdown_weight_transfer_engine")
         self._engine.engine_core.shutdown()
+        self._ports.close()
 
     def _cache_salt(self) -> str:
         """Part of the prefix cache's key: under keep_cache, what running requests have of old

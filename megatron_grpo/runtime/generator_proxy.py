@@ -19,7 +19,7 @@ import ray
 from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import GrpoError, RolloutError
 from megatron_grpo.protocols import PullReport
-from megatron_grpo.runtime.ray_cluster import Member, call_all, call_async, take
+from megatron_grpo.runtime.ray_cluster import Member, call_all, call_async, put, take
 from megatron_grpo.types import Completion, GenerationRequest
 from megatron_grpo.weights.exchange import Exchange
 
@@ -68,7 +68,8 @@ class RayGenerator:
 
     def connect_weights(self, exchange: Exchange) -> None:
         """Join the weight exchange; blocks until every policy rank has joined too."""
-        arguments = [(exchange, engine) for engine in range(len(self._members))]
+        shared = put(exchange)  # it names every host of the run: once per node, not per engine
+        arguments = [(shared, engine) for engine in range(len(self._members))]
         call_all(self._members, "connect_weights", arguments, exchange.deadline_s)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 # Work of the exact search, in (node, blocks, choice) triples; larger problems are left to the
@@ -28,61 +28,81 @@ class Packed:
     engines: tuple[int, ...]
 
 
-def pack(
-    nodes: Sequence[Capacity], size: int, blocks: int, replica: int, engine: int, engines: int
-) -> Packed | None:
-    """Place `blocks` blocks of `size` slots and `engines` engines of `engine` slots, none split.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is to be placed.
+
+    Attributes:
+        size: slots of a block.
+        replica: blocks 0..replica-1 belong together, and so on.
+        engine: slots of an engine.
+        shared: engines sit on the slots of blocks, not beside them.
+    """
+
+    size: int
+    blocks: int
+    replica: int
+    engine: int
+    engines: int
+    shared: bool = False
+
+    def engines_beside(self, node: Capacity, blocks: int) -> int:
+        """How many engines a node with so many blocks has room for."""
+        slots = self.size * blocks if self.shared else node.slots - self.size * blocks
+        return slots // self.engine if node.engines else 0
+
+
+def pack(nodes: Sequence[Capacity], sizes: Sizes) -> Packed | None:
+    """Place all blocks and engines, none split.
 
     Args:
         nodes: in the order in which they should fill up.
-        replica: blocks 0..replica-1 belong together, and so on.
 
     Returns:
         None if there is no way (or, for a very large problem of sizes that do not divide each
         other, if none was found).
     """
-    most = [node.slots // size if node.policy else 0 for node in nodes]
-    for counts in _candidates(nodes, most, size, blocks, replica, engine, engines):
-        room = _engine_room(nodes, counts, size, engine)
-        if sum(counts) == blocks and sum(room) >= engines:
-            homes = _replicas(nodes, counts, blocks, replica)
-            return Packed(homes, _first(room, engines))
+    most = [node.slots // sizes.size if node.policy else 0 for node in nodes]
+    for counts in _candidates(nodes, most, sizes):
+        room = [sizes.engines_beside(node, count) for node, count in zip(nodes, counts)]
+        if sum(counts) == sizes.blocks and sum(room) >= sizes.engines:
+            homes = _replicas(nodes, counts, sizes.blocks, sizes.replica)
+            return Packed(homes, _first(room, sizes.engines))
     return None
 
 
 def _candidates(
-    nodes: Sequence[Capacity],
-    most: Sequence[int],
-    size: int,
-    blocks: int,
-    replica: int,
-    engine: int,
-    engines: int,
-):
+    nodes: Sequence[Capacity], most: Sequence[int], sizes: Sizes
+) -> Iterator[list[int]]:
     """Blocks per node, best locality first; whether engines fit beside them is the caller's to
     see.
     """
-    yield _fill(most, blocks, replica)  # whole replicas in a node
-    yield _by_domain(nodes, most, blocks, replica)  # whole replicas in a domain
-    yield _fill(most, blocks, 1)
-    # Engines first, then blocks in what they leave.
-    room = [node.slots // engine if node.engines else 0 for node in nodes]
+    yield _fill(most, sizes.blocks, sizes.replica)  # whole replicas in a node
+    yield _by_domain(nodes, most, sizes.blocks, sizes.replica)  # whole replicas in a domain
+    yield _fill(most, sizes.blocks, 1)
+    if not sizes.shared:
+        yield from _engines_first(nodes, sizes)
+    if len(nodes) * (sizes.blocks + 1) * (max(most, default=0) + 1) <= _EXACT_LIMIT:
+        exact = _search(nodes, most, sizes)
+        if exact is not None:
+            yield exact
+
+
+def _engines_first(nodes: Sequence[Capacity], sizes: Sizes) -> Iterator[list[int]]:
+    """Blocks in what the engines leave."""
+    room = [sizes.engines_beside(node, 0) for node in nodes]
     for order in (list(range(len(nodes))), list(reversed(range(len(nodes))))):
         taken = [0] * len(nodes)
-        left = engines
+        left = sizes.engines
         # Nodes that only engines may use come first.
         for index in sorted(order, key=lambda i: (nodes[i].policy, -order.index(i))):
             taken[index] = min(room[index], left)
             left -= taken[index]
         beside = [
-            (node.slots - engine * count) // size if node.policy else 0
+            (node.slots - sizes.engine * count) // sizes.size if node.policy else 0
             for node, count in zip(nodes, taken)
         ]
-        yield _fill(beside, blocks, 1)
-    if len(nodes) * (blocks + 1) * (max(most, default=0) + 1) <= _EXACT_LIMIT:
-        exact = _search(nodes, most, size, blocks, engine)
-        if exact is not None:
-            yield exact
+        yield _fill(beside, sizes.blocks, 1)
 
 
 def _fill(most: Sequence[int], blocks: int, multiple: int) -> list[int]:
@@ -111,29 +131,15 @@ def _by_domain(
     return counts
 
 
-def _engine_room(
-    nodes: Sequence[Capacity], counts: Sequence[int], size: int, engine: int
-) -> list[int]:
-    return [
-        (node.slots - size * count) // engine if node.engines else 0
-        for node, count in zip(nodes, counts)
-    ]
-
-
-def _search(
-    nodes: Sequence[Capacity], most: Sequence[int], size: int, blocks: int, engine: int
-) -> list[int] | None:
+def _search(nodes: Sequence[Capacity], most: Sequence[int], sizes: Sizes) -> list[int] | None:
     """The distribution of all blocks that leaves room for most engines: best[b] over the nodes so
     far, and the choice that led there.
     """
-    impossible = -1
+    impossible, blocks = -1, sizes.blocks
     best = [0] + [impossible] * blocks
     choices: list[list[int]] = []
     for node, limit in zip(nodes, most):
-        room = [
-            (node.slots - size * count) // engine if node.engines else 0
-            for count in range(limit + 1)
-        ]
+        room = [sizes.engines_beside(node, count) for count in range(limit + 1)]
         new, chosen = [impossible] * (blocks + 1), [0] * (blocks + 1)
         for before, engines in enumerate(best):
             if engines == impossible:

@@ -4,7 +4,8 @@ module carries it out.
 A bundle is what one actor needs on a single node: a policy rank, or an engine with all its workers.
 Policy ranks come first, one bundle each, then engines, one bundle each. On CPUs policy and engines
 take turns on the same cores (they never work at the same moment in synchronous mode), so a bundle
-asks for CPU slots that the local cluster declares, not for cores of its own.
+asks for CPU slots that the local cluster declares, not for cores of its own. Colocated engines ask
+for nothing: they sit on the devices of policy ranks, one device per worker, no device twice.
 
 What is kept, in this order:
 1. the ranks of a tensor group share a node, and so do the workers of an engine;
@@ -17,10 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from megatron_grpo.config import ParallelConfig
-from megatron_grpo.errors import ClusterError
-from megatron_grpo.runtime.packing import Capacity, pack
+from megatron_grpo.config import (
+    ClusterConfig,
+    MegatronPolicyConfig,
+    ParallelConfig,
+    RunConfig,
+    VllmGeneratorConfig,
+)
+from megatron_grpo.errors import ClusterError, ConfigError
+from megatron_grpo.runtime.packing import Capacity, Packed, Sizes, pack
+
+# A typing error in a layout must not fill the memory.
+MAX_PROCESSES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +53,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Resources one actor needs on a single node, and on which one; None is not decided yet."""
+    """Resources one actor needs on a single node, and on which one; None is not decided yet.
+
+    Attributes:
+        shares: policy ranks whose devices a colocated engine uses, its first worker's first.
+    """
 
     role: str
     cpus: int
     gpus: int
     node: str | None = None
+    shares: tuple[int, ...] = ()
 
     def resources(self) -> dict[str, float]:
         """As a placement group wants them; zero entries left out."""
@@ -57,23 +73,23 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Bundles in order: policy rank r is bundle r, engine e is bundle num_policy_ranks + e, or, if
-    they share a GPU, that of rank e.
+    """Bundles in order: policy rank r is bundle r, engine e is bundle num_policy_ranks + e.
+
+    Attributes:
+        engine_tensor: workers of an engine.
+        colocated: engines use the devices of policy ranks.
+        spares: nodes that nothing sits on.
     """
 
     num_policy_ranks: int
     bundles: tuple[Bundle, ...]
     parallel: ParallelConfig
+    engine_tensor: int = 1
+    colocated: bool = False
     spares: tuple[str, ...] = ()
-    shared: bool = False
 
     def engine_bundle(self, engine: int) -> int:
-        return engine if self.shared else self.num_policy_ranks + engine
-
-    def actor(self, bundle: int) -> tuple[int, float]:
-        """(CPUs, GPUs) that one actor of a bundle asks for."""
-        whole = self.bundles[bundle]
-        return (1, whole.gpus / 2) if self.shared else (whole.cpus, whole.gpus)
+        return self.num_policy_ranks + engine
 
     @property
     def total_cpus(self) -> int:
@@ -87,24 +103,57 @@ def plan_placement(
     gpus_per_rank: int,
     parallel: ParallelConfig | None = None,
     *,
-    shared: bool = False,
+    colocated: bool = False,
 ) -> Placement:
-    """One bundle per policy rank and per engine, on no node yet; `shared`: one for both, for a
-    single rank and a single engine of one worker.
+    """One bundle per policy rank and per engine, on no node yet.
 
     >>> [b.role for b in plan_placement(2, 1, 1, 0).bundles]
     ['policy rank 0', 'policy rank 1', 'engine 0']
+
+    Raises:
+        ClusterError: more processes than any cluster holds.
     """
-    layout = parallel or ParallelConfig(data=max(1, num_policy_ranks))
-    if shared:
-        both = Bundle("policy rank 0 and engine 0", 2, gpus_per_rank)
-        return Placement(1, (both,), layout, shared=True)
+    if (processes := num_policy_ranks + num_engines * engine_tensor) > MAX_PROCESSES:
+        raise ClusterError(
+            "placement",
+            "no cluster holds so many ranks and engine workers",
+            found=processes,
+            remedy=f"use at most {MAX_PROCESSES}: policy.parallel, generator.engines, tensor",
+        )
     ranks = [Bundle(f"policy rank {rank}", 1, gpus_per_rank) for rank in range(num_policy_ranks)]
+    slots = 0 if colocated else engine_tensor
     engines = [
-        Bundle(f"engine {engine}", engine_tensor, engine_tensor * gpus_per_rank)
-        for engine in range(num_engines)
+        Bundle(f"engine {engine}", slots, slots * gpus_per_rank) for engine in range(num_engines)
     ]
-    return Placement(num_policy_ranks, tuple(ranks + engines), layout)
+    layout = parallel or ParallelConfig(data=max(1, num_policy_ranks))
+    bundles = tuple(ranks + engines)
+    return Placement(num_policy_ranks, bundles, layout, engine_tensor, colocated)
+
+
+def placement_of(config: RunConfig) -> Placement:
+    """Of a run on a cluster: a Megatron policy and, where it has them, vLLM engines.
+
+    Raises:
+        ConfigError: a policy that is one process.
+    """
+    policy, engines = config.policy, config.generator
+    if not isinstance(policy, MegatronPolicyConfig):
+        raise ConfigError("policy.type", "has no ranks to place", found=policy.type)
+    if not isinstance(engines, VllmGeneratorConfig):
+        return policy_placement(config.cluster, policy.parallel)
+    return plan_placement(
+        policy.parallel.world_size,
+        engines.engines,
+        engines.tensor,
+        config.cluster.gpus_per_rank,
+        policy.parallel,
+        colocated=engines.colocated,
+    )
+
+
+def policy_placement(cluster: ClusterConfig, parallel: ParallelConfig) -> Placement:
+    """Of a policy without engines."""
+    return plan_placement(parallel.world_size, 0, 1, cluster.gpus_per_rank, parallel)
 
 
 def assign(placement: Placement, nodes: Sequence[Node]) -> Placement:
@@ -119,7 +168,6 @@ def assign(placement: Placement, nodes: Sequence[Node]) -> Placement:
     engines = placement.bundles[placement.num_policy_ranks :]
     tensor = placement.parallel.tensor if ranks else 1
     gpu = any(bundle.gpus for bundle in placement.bundles)
-    per_engine = (engines[0].gpus if gpu else engines[0].cpus) if engines else 1
     capacities = [
         Capacity(
             min(node.gpus, node.cpus) if gpu else node.cpus,
@@ -130,22 +178,50 @@ def assign(placement: Placement, nodes: Sequence[Node]) -> Placement:
         for node in ordered
     ]
     replica = placement.parallel.pipeline * placement.parallel.context if ranks else 1
-    blocks = len(ranks) // tensor
-    packed = pack(capacities, tensor, blocks, replica, per_engine, len(engines))
+    sizes = Sizes(
+        tensor,
+        len(ranks) // tensor,
+        replica,
+        placement.engine_tensor,
+        len(engines),
+        shared=placement.colocated,
+    )
+    packed = pack(capacities, sizes)
     if packed is None:
-        raise _refusal(tensor, blocks, per_engine, len(engines), ordered, capacities, gpu)
+        raise _refusal(sizes, ordered, capacities, "GPU" if gpu else "CPU")
     homes: list[str] = [""] * len(placement.bundles)
     for block, node in enumerate(packed.policy):
         for rank in ranks_of_block(placement.parallel, block):
             homes[rank] = ordered[node].name
     for engine, node in enumerate(packed.engines):
         homes[placement.engine_bundle(engine)] = ordered[node].name
+    shares = _shares(placement, packed)
     used = set(homes)
     return replace(
         placement,
-        bundles=tuple(replace(b, node=home) for b, home in zip(placement.bundles, homes)),
+        bundles=tuple(
+            replace(bundle, node=home, shares=ranks)
+            for bundle, home, ranks in zip(placement.bundles, homes, shares)
+        ),
         spares=tuple(node.name for node in ordered if node.name not in used),
     )
+
+
+def _shares(placement: Placement, packed: Packed) -> list[tuple[int, ...]]:
+    """Per bundle the ranks whose devices it uses: an engine takes the next ones of its node, tensor
+    group by tensor group.
+    """
+    shares: list[tuple[int, ...]] = [()] * len(placement.bundles)
+    if not placement.colocated:
+        return shares
+    hosted: dict[int, list[int]] = {}
+    for block, node in enumerate(packed.policy):
+        hosted.setdefault(node, []).extend(ranks_of_block(placement.parallel, block))
+    free = {node: iter(ranks) for node, ranks in hosted.items()}
+    for engine, node in enumerate(packed.engines):
+        taken = tuple(islice(free[node], placement.engine_tensor))
+        shares[placement.engine_bundle(engine)] = taken
+    return shares
 
 
 def ranks_of_block(parallel: ParallelConfig, block: int) -> range:
@@ -171,22 +247,15 @@ def _in_domain_order(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _refusal(
-    tensor: int,
-    blocks: int,
-    per_engine: int,
-    engines: int,
-    nodes: Sequence[Node],
-    capacities: Sequence[Capacity],
-    gpu: bool,
+    sizes: Sizes, nodes: Sequence[Node], capacities: Sequence[Capacity], unit: str
 ) -> ClusterError:
-    unit = "GPU" if gpu else "CPU"
     room = _counted([capacity.slots for capacity in capacities], unit)
-    asked = blocks * tensor + engines * per_engine
-    there = sum(capacity.slots for capacity in capacities)
-    for what, size, count, allowed in (
-        ("a tensor group of the policy", tensor, blocks, [c.slots for c in capacities if c.policy]),
-        ("an engine", per_engine, engines, [c.slots for c in capacities if c.engines]),
-    ):
+    policy = [c.slots for c in capacities if c.policy]
+    beside = [c.slots for c in capacities if c.engines]
+    parts = [("a tensor group of the policy", sizes.size, sizes.blocks, policy)]
+    if not sizes.shared:
+        parts.append(("an engine", sizes.engine, sizes.engines, beside))
+    for what, size, count, allowed in parts:
         if count and max(allowed, default=0) < size:
             return ClusterError(
                 "placement",
@@ -202,6 +271,10 @@ def _refusal(
                 remedy=f"add nodes for {count - held} more ({(count - held) * size} {unit}), or "
                 "use a smaller layout",
             )
+    if sizes.shared:
+        return _shared_refusal(sizes, room, unit)
+    asked = sizes.blocks * sizes.size + sizes.engines * sizes.engine
+    there = sum(capacity.slots for capacity in capacities)
     if asked > there:
         return ClusterError(
             "placement",
@@ -210,9 +283,28 @@ def _refusal(
         )
     return ClusterError(
         "placement",
-        f"tensor groups of {tensor} and engines of {per_engine} {unit} do not fit beside each "
-        f"other on {len(nodes)} nodes ({room}), though {there} are enough for the {asked} asked",
+        f"tensor groups of {sizes.size} and engines of {sizes.engine} {unit} do not fit beside "
+        f"each other on {len(nodes)} nodes ({room}), though {there} are enough for the {asked} "
+        "asked",
         remedy="use sizes that divide a node, or give each side nodes of its own",
+    )
+
+
+def _shared_refusal(sizes: Sizes, room: str, unit: str) -> ClusterError:
+    ranks, workers = sizes.blocks * sizes.size, sizes.engines * sizes.engine
+    if workers > ranks:
+        return ClusterError(
+            "placement",
+            f"{sizes.engines} colocated engines of {sizes.engine} need {workers} {unit} of the "
+            f"policy, which has {ranks}",
+            remedy=f"use {ranks // sizes.engine} engines, or a policy of {workers - ranks} ranks "
+            "more",
+        )
+    return ClusterError(
+        "placement",
+        f"{sizes.engines} engines of {sizes.engine} {unit} each, of policy ranks on one node, do "
+        f"not come about on nodes that have {room}",
+        remedy="use a generator.tensor that divides the ranks of a node, or fewer engines",
     )
 
 

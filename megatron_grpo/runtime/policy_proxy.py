@@ -81,6 +81,9 @@ class RayPolicy:
     def optimizer_step(self) -> UpdateStats:
         return cast(UpdateStats, self._all("optimizer_step")[0])
 
+    def reset_optimizer(self) -> None:
+        self._all("reset_optimizer")
+
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
         return self._score("logprobs", batch)
 
@@ -104,7 +107,7 @@ class RayPolicy:
 
     def connect_weights(self, exchange: Exchange) -> None:
         """Join the weight exchange; blocks until every engine worker has joined too."""
-        self._all("connect_weights", exchange)
+        self._all("connect_weights", put(exchange))  # it names every host of the run
 
     def push_weights(self, version: int) -> PushReport:
         reports = cast(list[PushReport], self._all("push_weights", version))

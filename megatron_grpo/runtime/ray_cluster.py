@@ -12,14 +12,9 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import secrets
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +31,9 @@ from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import ClusterError, GrpoError
 from megatron_grpo.runtime.placement import Bundle, Node, Placement, assign, missing
 from megatron_grpo.runtime.process_memory import peak_memory_bytes, reset_peak_memory
+from megatron_grpo.runtime.ray_start import connect, our_signal_handlers
 from megatron_grpo.spans import Recording, Span, SpanRecorder
+from megatron_grpo.weights.rendezvous import ADDRESSES_ONLY
 
 _log = logging.getLogger(__name__)
 # A node's own resource, of which a bundle takes so little that any number of them finds room.
@@ -123,11 +120,13 @@ class RayCluster:
         self._placement = placement
         self._members: list[Member] = []
         self._group: PlacementGroup | None = None
-        with _our_signal_handlers():
-            _connect(config, placement)
+        self._devices: dict[int, str] = {}
+        with our_signal_handlers():
+            connect(config, placement)
         try:
             self._placement = assign(placement, _wait_for_nodes(config))
             self._group = self._reserve(self._placement)
+            self._devices = self._shared_devices(self._placement)
         except BaseException:
             self.close()
             raise
@@ -150,6 +149,34 @@ class RayCluster:
             remedy="see `ray status` for who holds the rest",
         )
 
+    def _shared_devices(self, placement: Placement) -> dict[int, str]:
+        """GPUs of the policy ranks that engines sit on; a bundle keeps its GPU, so whoever asks in
+        it is told the same one as the rank that starts there later.
+        """
+        shared = [r for b in placement.bundles for r in b.shares if placement.bundles[r].gpus]
+        asked = {
+            rank: ray.remote(_own_gpu)
+            .options(
+                num_cpus=0,
+                num_gpus=1,
+                max_retries=0,
+                runtime_env={"env_vars": _import_path()},
+                scheduling_strategy=self._in_bundle(rank),
+            )
+            .remote()
+            for rank in shared
+        }
+        deadline_s = self._config.placement_deadline_s
+        return {
+            rank: cast(str, take(ref, f"bundle of policy rank {rank}", "GPU", deadline_s))
+            for rank, ref in asked.items()
+        }
+
+    def _in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=cast(PlacementGroup, self._group), placement_group_bundle_index=bundle
+        )
+
     def start(
         self,
         name: str,
@@ -165,18 +192,19 @@ class RayCluster:
         """
         if self._group is None:
             raise ClusterError(name, "cannot start: the cluster is closed")
-        cpus, gpus = self._placement.actor(bundle)
+        spec = self._placement.bundles[bundle]
+        shared = [self._devices[rank] for rank in spec.shares if rank in self._devices]
+        if shared:  # Ray gives it no GPU, and leaves what it sees alone
+            env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(shared)}
         remote = ray.remote(Host).options(
-            num_cpus=cpus,
-            num_gpus=gpus,
+            num_cpus=spec.cpus,
+            num_gpus=spec.gpus,
             max_restarts=0,
             runtime_env={
-                "env_vars": {**_import_path(), **env},
+                "env_vars": {**_import_path(), **ADDRESSES_ONLY, **env},
                 **({"nsight": dict(NSYS_OPTIONS)} if nsys else {}),
             },
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=bundle
-            ),
+            scheduling_strategy=self._in_bundle(bundle),
         )
         member = Member(name, cast(ActorHandle, remote.remote(target, arguments)))
         self._members.append(member)
@@ -201,6 +229,11 @@ class RayCluster:
 
 def _pinned(bundle: Bundle) -> dict[str, float]:
     return {**bundle.resources(), f"node:{bundle.node}": _PIN}
+
+
+def _own_gpu() -> str:
+    """Of the process this runs in, as CUDA_VISIBLE_DEVICES has it."""
+    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
 
 def _wait_for_nodes(config: ClusterConfig) -> list[Node]:
@@ -244,86 +277,6 @@ def _free_resources() -> dict[str, Mapping[str, float]]:
         for node in ray.nodes()
         if node["Alive"]
     }
-
-
-def _connect(config: ClusterConfig, placement: Placement) -> None:
-    if ray.is_initialized():
-        raise ClusterError("cluster", "this process is already connected to one", remedy="close it")
-    if config.address is not None:
-        try:
-            ray.init(address=config.address, log_to_driver=False, configure_logging=False)
-        except ConnectionError as error:
-            raise ClusterError(
-                "cluster.address",
-                f"cannot be joined: {error}",
-                found=config.address,
-                remedy="start it with `ray start`, or drop the key to use this machine alone",
-            ) from error
-        return
-    # A private cluster of this process: token authentication would leave a file in the home
-    # directory.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with _children_in_a_group_of_their_own():
-        ray.init(
-            # CPU slots, not cores: ranks and engines take turns on the cores there are.
-            num_cpus=max(os.cpu_count() or 1, placement.total_cpus),
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            namespace=f"grpo-{secrets.token_hex(4)}",
-            object_store_memory=256 << 20,
-        )
-
-
-@contextmanager
-def _children_in_a_group_of_their_own() -> Iterator[None]:
-    """Processes started inside the block do not get signals meant for this process's group (Ctrl-C,
-    `timeout`, `kill -TERM -GROUP`): they would die before the run has saved its state.
-
-    Ray offers no way to set a group, but children inherit ours: a placeholder process leads a new
-    group, which this process joins for the length of the block. A session leader cannot change
-    groups; there nothing is done.
-    """
-    if os.getsid(0) == os.getpid():
-        yield
-        return
-    before = os.getpgrp()
-    with subprocess.Popen(["sleep", "600"], process_group=0) as placeholder:
-        try:
-            os.setpgid(0, placeholder.pid)
-            yield
-        finally:
-            placeholder.kill()  # first: leaving this block waits for it
-            _return_to_group(before)
-
-
-def _return_to_group(group: int) -> None:
-    """A group ends with its last member, which this process may have been: in the background of a
-    shell that is gone. It then leads a group of its own.
-    """
-    try:
-        os.setpgid(0, 0 if group == os.getpid() else group)
-    except PermissionError:
-        os.setpgid(0, 0)
-
-
-@contextmanager
-def _our_signal_handlers() -> Iterator[None]:
-    """What listens to signals before the block does so after it. Ray puts handlers of its own in
-    place, in Python and below it, that end the process on the spot.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _import_path() -> dict[str, str]:
@@ -385,6 +338,9 @@ def call_all(
     slice_s = min(5.0, deadline_s)
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=slice_s)
+        if pending and done:  # all that answered, or N answers would be N looks at N members
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            done += more
         if not done:
             waited += slice_s
             if waited >= deadline_s:

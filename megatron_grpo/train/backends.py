@@ -65,12 +65,11 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
         finally:
             policy.close()
         return
-    from megatron_grpo.runtime.placement import plan_placement
+    from megatron_grpo.runtime.placement import policy_placement
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
 
-    parallel = config.policy.parallel
-    placement = plan_placement(parallel.world_size, 0, 1, config.cluster.gpus_per_rank, parallel)
+    placement = policy_placement(config.cluster, config.policy.parallel)
     with RayCluster(config.cluster, placement) as cluster:
         ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
         yield ranks
@@ -106,7 +105,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
     from megatron_grpo.generation.engine_env import engine_env
     from megatron_grpo.runtime.generator_proxy import RayGenerator
-    from megatron_grpo.runtime.placement import plan_placement
+    from megatron_grpo.runtime.placement import placement_of
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
     from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
@@ -114,17 +113,9 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
 
     if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
-    parallel, engines = config.policy.parallel, config.engines
-    world = parallel.world_size
+    engines = config.engines
     gpu = config.cluster.gpus_per_rank > 0
-    placement = plan_placement(
-        world,
-        engines.engines,
-        engines.tensor,
-        config.cluster.gpus_per_rank,
-        parallel,
-        shared=config.shares_gpu,
-    )
+    placement = placement_of(config)
     threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
@@ -137,8 +128,13 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
             )
             for e in range(engines.engines)
         ]
-        policy = RayPolicy(start_ranks(config, cluster), config.cluster)
-        generator = RayGenerator(engine_members, engines.tensor, config.cluster)
+        if engines.colocated:
+            # vLLM measures what is free of a GPU while it starts: the ranks wait for that.
+            generator = RayGenerator(engine_members, engines.tensor, config.cluster)
+            policy = RayPolicy(start_ranks(config, cluster), config.cluster)
+        else:
+            policy = RayPolicy(start_ranks(config, cluster), config.cluster)
+            generator = RayGenerator(engine_members, engines.tensor, config.cluster)
         exchange = plan_exchange(config, policy, generator)
         if exchange.backend == "disk":
             clear(Path(exchange.folder))
@@ -165,8 +161,8 @@ def plan_exchange(config: RunConfig, policy: RayPolicy, generator: RayGenerator)
     gpu = config.cluster.gpus_per_rank > 0
     backend = config.weights.backend
     dtype = resolve_dtype(config.engines.dtype, gpu=gpu)
-    if backend == "auto":
-        backend = "cuda_ipc" if config.shares_gpu else "nccl" if gpu else "gloo"
+    if backend == "auto":  # NCCL refuses two members on one GPU
+        backend = "nccl" if gpu and not config.engines.colocated else "gloo"
     layers = read_model_spec(config.model.folder / "config.json").num_layers
     return Exchange(
         policy.open_channel(),

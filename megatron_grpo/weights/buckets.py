@@ -68,7 +68,8 @@ def cut_buckets(
     bucket_bytes: int,
 ) -> Iterator[Bucket]:
     """Cut transfers between rows into buckets of at most `bucket_bytes`. Those of `ALONE_BYTES` or
-    more share a bucket with no other; the others are packed, and go when their bucket is full.
+    more, or of an exact tensor, share a bucket with no other; the others are packed, and go when
+    their bucket is full.
 
     The smallest piece is one row of a transfer: one that is larger than a bucket gets a larger
     bucket to itself.
@@ -82,9 +83,10 @@ def cut_buckets(
     packed = _Filling(min(bucket_bytes, PACKED_BYTES))
     for transfer in transfers:
         tensor = tensors[transfer.tensor]
-        size = row_elements(transfer, tensor) * item_bytes
+        size = row_bytes(transfer, tensor, item_bytes)
         first, bound = _rows(transfer, tensor)
-        if (bound - first) * size >= ALONE_BYTES:
+        # In a bucket of their own, exact ones begin where their dtype can.
+        if tensor.exact or (bound - first) * size >= ALONE_BYTES:
             alone = _Filling(bucket_bytes)
             yield from alone.add(transfer, tensor, size)
             yield from alone.end()
@@ -101,17 +103,17 @@ class _Filling:
         self._slots: list[Slot] = []
         self._bytes = 0
 
-    def add(self, transfer: Transfer, tensor: PlannedTensor, row_bytes: int) -> Iterator[Bucket]:
+    def add(self, transfer: Transfer, tensor: PlannedTensor, row: int) -> Iterator[Bucket]:
         first, bound = _rows(transfer, tensor)
         while first < bound:
-            fitting = (self._limit - self._bytes) // row_bytes
+            fitting = (self._limit - self._bytes) // row
             if fitting < 1 and self._slots:
                 yield from self.end()
                 continue
             last = min(bound, first + max(1, fitting))
             along = (transfer.start, transfer.stop) if tensor.axis else (first, last)
             self._slots.append(Slot(transfer.tensor, *along, first, last, self._bytes))
-            self._bytes += (last - first) * row_bytes
+            self._bytes += (last - first) * row
             first = last
 
     def end(self) -> Iterator[Bucket]:
@@ -120,11 +122,10 @@ class _Filling:
         self._slots, self._bytes = [], 0
 
 
-def row_elements(transfer: Transfer, tensor: PlannedTensor) -> int:
-    """Elements of a transfer at one index of the first dimension."""
-    if not tensor.axis:
-        return tensor.index_elements
-    return (transfer.stop - transfer.start) * tensor.index_elements // tensor.shape[0]
+def row_bytes(transfer: Transfer, tensor: PlannedTensor, item_bytes: int) -> int:
+    """Bytes of a transfer at one index of the first dimension."""
+    size = tensor.index_bytes(item_bytes)
+    return (transfer.stop - transfer.start) * size // tensor.shape[0] if tensor.axis else size
 
 
 def _rows(transfer: Transfer, tensor: PlannedTensor) -> tuple[int, int]:
@@ -138,6 +139,7 @@ def largest_bucket(
     bucket_bytes: int,
 ) -> int:
     """Bytes of the largest bucket that any choice among these transfers can make."""
-    whole = sum((t.stop - t.start) * tensors[t.tensor].index_elements for t in transfers)
-    row = max((row_elements(t, tensors[t.tensor]) for t in transfers), default=0)
-    return max(min(bucket_bytes, whole * item_bytes), row * item_bytes)
+    sizes = [tensors[t.tensor].index_bytes(item_bytes) for t in transfers]
+    whole = sum((t.stop - t.start) * size for t, size in zip(transfers, sizes))
+    row = max((row_bytes(t, tensors[t.tensor], item_bytes) for t in transfers), default=0)
+    return max(min(bucket_bytes, whole), row)

@@ -30,6 +30,7 @@ from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.protocols import PushReport
 from megatron_grpo.weights.checksums import checksum
 from megatron_grpo.weights.exchange import Exchange, policy_name, worker_name
+from megatron_grpo.weights.layouts import exact_names
 from megatron_grpo.weights.parts import PartTensor
 from megatron_grpo.weights.plan import Plan, Transfer
 from megatron_grpo.weights.proof import check_held
@@ -134,7 +135,8 @@ class DiskSender:
             count = transfer.stop - transfer.start
             part = part.narrow(tensor.axis or 0, transfer.start - low, count)
             key = _key(transfer)
-            slices[key] = part.to("cpu", dtype).contiguous()
+            kind = torch.float32 if tensor.exact else dtype
+            slices[key] = part.to("cpu", kind).contiguous()
             sums[key] = json.dumps(checksum(slices[key]).tolist())
         return slices, sums
 
@@ -218,7 +220,8 @@ class DiskReceiver:
         """Compare what is held with what was written; see CollectiveReceiver.confirm."""
         if self._exchange.verify != "never":
             dtype = torch_dtype(self._exchange.dtype)
-            check_held(self._name, self._expected, frozenset(), held, dtype)
+            exact = exact_names(self._plan.tensors)
+            check_held(self._name, self._expected, frozenset(), held, dtype, exact)
 
     def fail(self, cause: str) -> None:
         """Nobody waits for a reader."""

@@ -17,7 +17,7 @@ an error the exchange is over: engines may hold half of a push.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,9 @@ from megatron_grpo.weights.checksums import checksum
 from megatron_grpo.weights.device_memory import HandleGroup, Handles
 from megatron_grpo.weights.exchange import Exchange, Link, link_names, links_of
 from megatron_grpo.weights.group import IN_FLIGHT, LinkGroup
+from megatron_grpo.weights.layouts import exact_names
 from megatron_grpo.weights.plan import Plan, Transfer
+from megatron_grpo.weights.proof import check_held
 from megatron_grpo.weights.session import Session
 from megatron_grpo.weights.specs import torch_dtype
 
@@ -84,8 +86,9 @@ class End:
         other's memory instead of broadcasting.
         """
         self.exchange = exchange
+        self.name = name
         self.plan: Plan = exchange.plan(spec)
-        self.dtype = torch_dtype(exchange.dtype)
+        self._dtype = torch_dtype(exchange.dtype)
         self._device = device
         self.session = Session(
             store, name, exchange.member_names, self.plan.digest(), exchange.deadline_s
@@ -147,18 +150,35 @@ class End:
 
     def view(self, buffer: Tensor, slot: Slot) -> Tensor:
         """A slot's place in a buffer, in the slice's own shape."""
-        shape = slot.shape(self.plan.tensors[slot.tensor])
-        num_bytes = math.prod(shape) * self.plan.item_bytes
-        return buffer[slot.offset : slot.offset + num_bytes].view(self.dtype).view(shape)
+        tensor = self.plan.tensors[slot.tensor]
+        shape, dtype = slot.shape(tensor), self.dtype_of(slot.tensor)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return buffer[slot.offset : slot.offset + num_bytes].view(dtype).view(shape)
 
-    def flat(self, tensor: Tensor) -> Tensor | None:
+    def dtype_of(self, tensor: int) -> torch.dtype:
+        """What tensor number `tensor` of the plan travels in."""
+        return torch.float32 if self.plan.tensors[tensor].exact else self._dtype
+
+    def flat(self, slot: Slot, part: Tensor) -> Tensor | None:
         """A slice's bytes where they lie, to be sent or filled as they are; None if that cannot be
         done: it is not in one piece, or of another dtype or device.
         """
-        fits = tensor.is_contiguous() and tensor.dtype == self.dtype
-        if fits and tensor.device == self._device:
-            return tensor.view(-1).view(torch.uint8)
+        fits = part.is_contiguous() and part.dtype == self.dtype_of(slot.tensor)
+        if fits and part.device == self._device:
+            return part.view(-1).view(torch.uint8)
         return None
+
+    def check_held(
+        self,
+        sent: Mapping[int, Tensor],
+        unsent: frozenset[str],
+        held: Iterable[tuple[Sequence[str], Tensor]],
+    ) -> None:
+        """See `proof.check_held`; `sent` by tensor number."""
+        tensors = self.plan.tensors
+        sums = {tensors[number].name: value for number, value in sent.items()}
+        exact = exact_names(tensors)
+        check_held(self.name, sums, unsent, held, self._dtype, exact)
 
     def fail(self, cause: str) -> None:
         """Tell every end that this one gives up, and leave."""

@@ -20,7 +20,6 @@ from megatron_grpo.weights.device_memory import Handles
 from megatron_grpo.weights.ends import FIELDS, PROTOCOL, End, Step, Sums
 from megatron_grpo.weights.exchange import Exchange, worker_name
 from megatron_grpo.weights.parts import PartTensor
-from megatron_grpo.weights.proof import check_held
 from megatron_grpo.weights.session import Session
 
 
@@ -74,7 +73,7 @@ class CollectiveReceiver:
         """Of everything this worker holds of the model."""
         tensors, item = self._end.plan.tensors, self._end.plan.item_bytes
         ranges = self._ranges.items()
-        return sum((high - low) * tensors[t].index_elements * item for t, (low, high) in ranges)
+        return sum((high - low) * tensors[t].index_bytes(item) for t, (low, high) in ranges)
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +96,8 @@ class CollectiveReceiver:
             if slot.tensor not in parts:
                 shape = list(tensor.shape) or [1]
                 shape[tensor.axis or 0] = high - low
-                parts[slot.tensor] = torch.empty(shape, dtype=self._end.dtype, device=self._device)
+                dtype = self._end.dtype_of(slot.tensor)
+                parts[slot.tensor] = torch.empty(shape, dtype=dtype, device=self._device)
                 missing[slot.tensor] = parts[slot.tensor].numel()
             return slot.of(parts[slot.tensor], tensor, low)
 
@@ -145,9 +145,7 @@ class CollectiveReceiver:
         """
         try:
             if self._expected:
-                tensors = self._end.plan.tensors
-                sent = {tensors[number].name: value for number, value in self._expected.items()}
-                check_held(self._name, sent, self.unsent, held, self._end.dtype)
+                self._end.check_held(self._expected, self.unsent, held)
             self._end.session.take()
         except BaseException as error:
             self.fail(str(error))
@@ -197,7 +195,7 @@ class CollectiveReceiver:
         while ahead or begun:
             while ahead and not end.full(step for step, _ in begun):
                 slots = ahead[0].bucket.slots
-                flat = end.flat(place(slots[0])) if len(slots) == 1 else None
+                flat = end.flat(slots[0], place(slots[0])) if len(slots) == 1 else None
                 if flat is None and not free:
                     break
                 step = ahead.popleft()

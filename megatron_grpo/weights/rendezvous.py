@@ -10,10 +10,17 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 
 from torch.distributed import TCPStore
 
 from megatron_grpo.errors import ClusterError
+
+# Environment of processes that find each other by address and need no name server (names in
+# /etc/hosts still work). torch's store asks one for the name of every member that joins, for its
+# messages alone: one after the other, in the thread that serves all of them. Where the name server
+# is slow, or none of the compute nodes reaches it, that is up to 10 s for each rank of a run.
+ADDRESSES_ONLY = MappingProxyType({"RES_OPTIONS": "attempts:0"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class CollectiveSender:
         for step in steps:
             slots, total = step.bucket.slots, sums[step.line.link.number]
             whole = self._slice(given, slots[0]) if len(slots) == 1 else None
-            flat = None if whole is None else end.flat(whole)
+            flat = None if whole is None else end.flat(slots[0], whole)
             while end.full(step for step, _, _ in begun) or (flat is None and not free):
                 finish_oldest()
             if whole is not None and flat is not None:

@@ -29,6 +29,7 @@ def plan_yaml(plan: Plan) -> str:
             "type": "vllm",
             "engines": work.engines,
             "tensor": work.engine_tensor,
+            **({"colocated": True} if work.colocated else {}),
             "max_model_tokens": int(work.max_tokens),
             "max_concurrent": max(1, min(plan.concurrent, work.sequences)),
         },

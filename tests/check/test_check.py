@@ -16,7 +16,7 @@ from tiny import save_tiny
 from toy import save_toy_tokenizer
 from typer.testing import CliRunner
 
-from megatron_grpo.check.findings import Report, as_json
+from megatron_grpo.check.findings import Machines, Report, as_json
 from megatron_grpo.check.run import check_config
 from megatron_grpo.cli import app
 from megatron_grpo.errors import ConfigError, GrpoError
@@ -52,7 +52,7 @@ def values(model: Path) -> dict:
 def check(tmp_path: Path, config: dict, **options) -> Report:
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps({"run_dir": str(tmp_path / "run"), **config}))
-    return check_config(path, **{"nodes": 1, "gpu": "h100", **options})
+    return check_config(path, **{"machines": Machines(1), "gpu": "h100", **options})
 
 
 def problems(report: Report) -> dict[str, str]:
@@ -75,6 +75,8 @@ def test_a_run_that_can_start_has_no_problems(tmp_path, model):
         ("generator.tensor", 3, "generator.tensor", "4 attention heads"),
         ("policy.parallel.data", 16, "policy.parallel.data", "share 8 sequences"),
         ("policy.parallel.data", 8, "placement", "hold 4 of them; add nodes for 4 more (8 GPU)"),
+        ("policy.parallel.data", 10**9, "placement", "no cluster holds so many"),
+        ("generator.engines", 10**9, "placement", "no cluster holds so many"),
         ("generator.tensor", 16, "generator.tensor", "4 attention heads"),
         ("cluster.gpus_per_rank", 0, "cluster.gpus_per_rank", "none of the 8 GPUs"),
         ("generator.kv_cache_bytes", 100, "generator.kv_cache_bytes", "holds not one sequence"),
@@ -96,6 +98,44 @@ def test_what_is_wrong_is_named_with_its_remedy(tmp_path, model, key, value, whe
     found = problems(check(tmp_path, config))
     assert where in found, found
     assert said in found[where]
+
+
+def test_nodes_for_engines_alone_are_counted_apart(tmp_path, model):
+    # 4 ranks and 1 engine of 2; with nodes of their own for engines, the policy has only its own.
+    apart = Machines(1, 4, engine_nodes=1, engine_gpus_per_node=2)
+    assert problems(check(tmp_path, values(model), machines=apart)) == {}
+    small = Machines(1, 4, engine_nodes=1, engine_gpus_per_node=1)
+    assert (
+        "an engine needs 2 GPU on one node"
+        in problems(check(tmp_path, values(model), machines=small))["placement"]
+    )
+    swapped = Machines(1, 2, engine_nodes=1, engine_gpus_per_node=8)
+    assert (
+        "hold 1 of them" in problems(check(tmp_path, values(model), machines=swapped))["placement"]
+    )
+
+
+def test_cores_are_counted_where_the_job_asks_for_so_many(tmp_path, model):
+    config = {**values(model), "cluster": {"gpus_per_rank": 0}}
+    # 4 ranks of two tensor groups and 1 engine of 2 workers: 6 slots.
+    assert problems(check(tmp_path, config, machines=Machines(3, 0, 2))) == {}
+    few = problems(check(tmp_path, config, machines=Machines(2, 0, 2)))["placement"]
+    assert "needs 6 CPU in all; the nodes have 2 x 2 CPU; add 2 CPU" in few
+    config["generator"]["colocated"] = True
+    assert problems(check(tmp_path, config, machines=Machines(2, 0, 2))) == {}
+
+
+def test_engines_and_policy_that_share_gpus_need_room_for_both(tmp_path, model):
+    config = values(model)
+    config["generator"] |= {"colocated": True, "gpu_memory_fraction": 0.9}
+    # A tiny policy; 0.9 and 0.08 of reserve leave 1.6 GB of 80.
+    assert problems(check(tmp_path, config, machines=Machines(1, 4))) == {}
+    config["generator"]["gpu_memory_fraction"] = 0.93
+    where = "memory of a GPU that policy and engine share"
+    assert where in problems(check(tmp_path, config, machines=Machines(1, 4)))
+    config["weights"] = {"backend": "nccl"}
+    found = problems(check(tmp_path, config))
+    assert "cannot join a policy rank and an engine" in " ".join(found.values())
 
 
 def test_memory_is_held_against_the_gpu_by_hand(tmp_path, model):
@@ -177,9 +217,10 @@ def test_a_model_folder_that_does_not_agree_with_itself_is_found(tmp_path, model
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ('{"messages": []}\n[1]\n', "line 2"),
+        ('{"messages": []}\n[1]\n', "rows.jsonl:2 must be a JSON object"),
         ('{"message": []}\n', "has no messages"),
-        ("nonsense\n", "is no JSON"),
+        ("nonsense\n", "rows.jsonl:1 is not JSON"),
+        ('{"messages": [], "tools": 1}\n', "nothing reads ['tools']"),
         ('{"messages": []}\n', "leaves nothing to train on of 1 rows"),
     ],
 )
@@ -218,8 +259,9 @@ def test_neither_torch_nor_ray_nor_transformers_is_imported(tmp_path, model):
     path.write_text(json.dumps({"run_dir": str(tmp_path / "run"), **values(model)}))
     program = (
         "import sys\nfrom pathlib import Path\n"
+        "from megatron_grpo.check.findings import Machines\n"
         "from megatron_grpo.check.run import check_config\n"
-        f"check_config(Path({str(path)!r}), nodes=1, gpu='h100')\n"
+        f"check_config(Path({str(path)!r}), machines=Machines(1), gpu='h100')\n"
         "heavy = ('torch', 'ray', 'transformers', 'vllm', 'megatron')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
@@ -297,9 +339,8 @@ def test_500_mutated_configs_are_answered_in_one_of_three_ways_within_two_second
         path.write_text(text)
         started = time.process_time()
         try:
-            report = check_config(
-                path, nodes=dice.choice([None, 1, 2]), gpu=dice.choice(["", "h100"])
-            )
+            machines = dice.choice([None, Machines(1), Machines(2), Machines(2, 0, 1)])
+            report = check_config(path, machines=machines, gpu=dice.choice(["", "h100"]))
         except GrpoError as error:
             assert "\n" not in str(error), text
             answers["error"] += 1
@@ -308,3 +349,17 @@ def test_500_mutated_configs_are_answered_in_one_of_three_ways_within_two_second
             answers["problems" if report.exit_code else "ok"] += 1
         assert time.process_time() - started < 2.0, text
     assert min(answers.values()) > 5, answers
+
+
+def test_a_frozen_model_of_a_later_stage_is_looked_at_before_the_first(model, tmp_path):
+    other = save_toy_tokenizer(save_tiny(tmp_path / "other", "qwen3", num_hidden_layers=3))
+    stages = [
+        {"name": "a", "steps": 1},
+        {"name": "b", "steps": 1, "algorithm": {"kl_coefficient": 0.1}, "renew_reference": True},
+        {"name": "c", "steps": 1, "algorithm": {"kl_coefficient": 0.1}},
+    ]
+    for path, text in ((other, "its num_layers is 3, the policy's 2"), ("/no", "no config.json")):
+        stages[2]["algorithm"]["reference_path"] = str(path)
+        found = problems(check(tmp_path, {**values(model), "stages": stages}))
+        assert text in found["stage c: algorithm.reference_path"]
+        assert len(found) == 1

@@ -14,9 +14,13 @@ from generation.fleet import (
     requests,
     start_engine,
 )
+from rich.console import Console
 from tiny import save_tiny, tiny_model
 from weights.exchange import spec_of
 
+from megatron_grpo.conversion.boxes import Layout
+from megatron_grpo.conversion.convert import to_megatron
+from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.weights.disk import DiskSender
 
@@ -33,8 +37,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(folder):
-    engine = start_engine(folder)
+def engine(folder, tmp_path_factory):
+    """Of a converted folder, which holds nothing vLLM reads: all it has was pushed."""
+    converted = tmp_path_factory.mktemp("converted") / "megatron"
+    to_megatron(HfFolder(folder), converted, Layout(), Console(quiet=True))
+    engine = start_engine(converted)
     yield engine
     engine.stop()
 

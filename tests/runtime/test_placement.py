@@ -25,6 +25,10 @@ def plan(parallel: ParallelConfig, engines: int = 0, engine_tensor: int = 1) -> 
     return plan_placement(parallel.world_size, engines, engine_tensor, 1, parallel)
 
 
+def plan_shared(parallel: ParallelConfig, engines: int, engine_tensor: int) -> Placement:
+    return plan_placement(parallel.world_size, engines, engine_tensor, 1, parallel, colocated=True)
+
+
 def gpu_nodes(*sizes: int, domains: str = "") -> list[Node]:
     names = domains.split() or [""] * len(sizes)
     return [
@@ -52,19 +56,6 @@ def test_policy_ranks_come_first_and_an_engine_is_one_bundle():
         ("engine 1", 4, 4),
     ]
     assert placement.engine_bundle(1) == 3
-
-
-def test_a_rank_and_an_engine_that_share_a_gpu_get_one_bundle_and_half_of_it_each():
-    placement = plan_placement(1, 1, 1, 1, shared=True)
-    assert [(b.role, b.cpus, b.gpus) for b in placement.bundles] == [
-        ("policy rank 0 and engine 0", 2, 1)
-    ]
-    assert placement.engine_bundle(0) == 0
-    assert placement.actor(0) == (1, 0.5)
-    assert homes(assign(placement, gpu_nodes(1))) == ["n000"]
-    alone = plan_placement(2, 1, 4, 1)
-    assert alone.actor(0) == (1, 1)
-    assert alone.actor(alone.engine_bundle(0)) == (4, 4)
 
 
 def test_i1_more_gpus_than_there_are_is_refused_with_the_shortfall():
@@ -134,6 +125,34 @@ def test_sizes_that_do_not_divide_each_other_are_placed_where_a_way_exists():
     assert sorted(homes(placement)[9:]) == ["n000", "n001", "n002"]
 
 
+def test_colocated_engines_ask_for_nothing_and_sit_on_the_devices_of_whole_tensor_groups():
+    # Ranks of the blocks, replica by replica: (0 1), (4 5), (2 3), (6 7).
+    layout = ParallelConfig(tensor=2, pipeline=2, data=2)
+    placement = assign(plan_shared(layout, 2, 4), gpu_nodes(4, 4, 4))
+    engines = placement.bundles[8:]
+    assert [(e.node, e.cpus, e.gpus) for e in engines] == [("n000", 0, 0), ("n001", 0, 0)]
+    assert [e.shares for e in engines] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert placement.spares == ("n002",)
+
+
+def test_colocated_engines_larger_than_what_a_full_node_leaves_move_the_policy_apart():
+    # 8 ranks fill a node of 8 and hold one engine of 6; only 6 and 6 hold two, with 12 ranks.
+    placement = assign(plan_shared(ParallelConfig(data=12), 2, 6), gpu_nodes(8, 8))
+    assert Counter(homes(placement)[:12]) == Counter({"n000": 6, "n001": 6})
+    assert [len(e.shares) for e in placement.bundles[12:]] == [6, 6]
+
+
+def test_i1_colocated_engines_that_find_no_place_are_refused_with_the_numbers():
+    layout = ParallelConfig(tensor=2, data=2)
+    message = refused(plan_shared(layout, 3, 2), gpu_nodes(8, 8))
+    assert "3 colocated engines of 2 need 6 GPU of the policy, which has 4" in message
+    assert "use 2 engines, or a policy of 2 ranks more" in message
+    message = refused(plan_shared(ParallelConfig(data=8), 1, 8), gpu_nodes(4, 4))
+    assert "1 engines of 8 GPU each, of policy ranks on one node, do not come about" in message
+    message = refused(plan_shared(ParallelConfig(data=8), 1, 8), gpu_nodes(4))
+    assert "8 times a tensor group of the policy of 1 GPU" in message
+
+
 def test_4096_gpus_are_planned_in_two_seconds():
     nodes = [Node(f"n{i:04d}", 8, 64, domain=f"rack{i // 16}") for i in range(512)]
     layout = ParallelConfig(tensor=8, pipeline=4, context=2, data=32)
@@ -157,17 +176,22 @@ def clusters(draw) -> tuple[Placement, list[Node]]:
         context=draw(st.integers(1, 2)),
         data=draw(st.integers(1, 3)),
     )
-    return plan(layout, draw(st.integers(0, 3)), draw(st.sampled_from([1, 2, 3, 4]))), nodes
+    make = plan_shared if draw(st.booleans()) else plan
+    return make(layout, draw(st.integers(0, 3)), draw(st.sampled_from([1, 2, 3, 4]))), nodes
 
 
-def possible(nodes: list[int], groups: int, tensor: int, engines: int, engine: int) -> bool:
+def possible(placement: Placement, nodes: list[int]) -> bool:
     """Whether any way exists: every split of groups and engines over the nodes, tried in turn."""
+    tensor, engine = placement.parallel.tensor, placement.engine_tensor
+    groups = placement.parallel.world_size // tensor
+    engines = len(placement.bundles) - placement.num_policy_ranks
     reached = {(0, 0)}
     for size in nodes:
         reached = {
-            (min(groups, g + k), min(engines, e + (size - k * tensor) // engine))
+            (g + k, min(engines, e + room // engine))
             for g, e in reached
-            for k in range(size // tensor + 1)
+            for k in range(min(groups - g, size // tensor) + 1)
+            for room in [k * tensor if placement.colocated else size - k * tensor]
         }
     return (groups, engines) in reached
 
@@ -177,11 +201,8 @@ def possible(nodes: list[int], groups: int, tensor: int, engines: int, engine: i
 def test_no_gpu_is_given_twice_groups_are_whole_and_nothing_possible_is_refused(case):
     placement, nodes = case
     parallel = placement.parallel
-    engines = placement.bundles[placement.num_policy_ranks :]
-    tensor = engines[0].gpus if engines else 1
     groups = parallel.world_size // parallel.tensor
-    there = possible([n.gpus for n in nodes], groups, parallel.tensor, len(engines), tensor)
-    if not there:
+    if not possible(placement, [n.gpus for n in nodes]):
         message = refused(placement, nodes)
         assert "\n" not in message
         return
@@ -196,4 +217,11 @@ def test_no_gpu_is_given_twice_groups_are_whole_and_nothing_possible_is_refused(
     where = homes(assigned)
     for block in blocks:
         assert len({where[rank] for rank in block}) == 1
+    engines = assigned.bundles[placement.num_policy_ranks :]
+    if placement.colocated:
+        used = [rank for engine in engines for rank in engine.shares]
+        assert len(set(used)) == len(used) == placement.engine_tensor * len(engines)
+        assert all(where[rank] == engine.node for engine in engines for rank in engine.shares)
+    else:
+        assert all(engine.gpus == placement.engine_tensor for engine in engines)
     assert set(assigned.spares) == {n.name for n in nodes} - set(where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import pytest
 import ray
+from runtime.sees import Sees
 
 from megatron_grpo.config import ClusterConfig
 from megatron_grpo.errors import ClusterError
@@ -57,12 +59,42 @@ def test_i1_what_can_never_be_granted_is_refused_at_once():
     assert not ray.is_initialized()
 
 
+COLOCATED = """
+import json, sys
+from megatron_grpo.config import ClusterConfig, ParallelConfig
+from megatron_grpo.runtime.placement import plan_placement
+from megatron_grpo.runtime.ray_cluster import RayCluster, call_all
+placement = plan_placement(4, 2, 2, 1, ParallelConfig(tensor=2, pipeline=2), colocated=True)
+with RayCluster(ClusterConfig(address=sys.argv[1]), placement) as cluster:
+    members = [cluster.start(f"m{i}", i, "runtime.sees:Sees", (), {}) for i in range(6)]
+    lookups = call_all(members, "lookup_s", [()] * 6, 120)
+    assert max(lookups) < 1, lookups
+    print(json.dumps(call_all(members, "gpus", [()] * 6, 120)))
+"""
+
+
+@pytest.mark.slow
+def test_a_colocated_engine_sees_the_gpus_of_its_policy_ranks_and_no_others():
+    cores = os.cpu_count() or 1
+    # Ray hands out GPUs that are not there as it does real ones. One is in use already.
+    with ray.init(num_cpus=max(8, cores), num_gpus=5, include_dashboard=False):
+        holder = ray.remote(num_gpus=1)(Sees).remote()
+        held = ray.get(holder.gpus.remote(), timeout=120)
+        address = ray.get_runtime_context().gcs_address
+        command = [sys.executable, "-c", COLOCATED, address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *ranks, first, second = json.loads(done.stdout.splitlines()[-1])
+    assert sorted([held, *ranks]) == ["0", "1", "2", "3", "4"]
+    assert [first, second] == [",".join(ranks[:2]), ",".join(ranks[2:])]
+
+
 ORPHAN = """
 import os, sys, time
-from megatron_grpo.runtime.ray_cluster import _children_in_a_group_of_their_own
+from megatron_grpo.runtime.ray_start import children_in_a_group_of_their_own
 while os.getppid() == int(sys.argv[2]):
     time.sleep(0.05)
-with _children_in_a_group_of_their_own():
+with children_in_a_group_of_their_own():
     pass
 with open(sys.argv[1] + ".part", "w") as file:
     file.write(f"{os.getpgrp() == os.getpid()}")

@@ -87,3 +87,45 @@ def sft(material: Path, tmp_path: Path):
         return path
 
     return write
+
+
+@pytest.fixture
+def grpo(material: Path, tmp_path: Path):
+    """Writes the config of a run with two pipeline stages and one vLLM engine."""
+
+    def write(name: str, steps: int) -> Path:
+        values = {
+            "name": name,
+            "run_dir": str(tmp_path / name),
+            "steps": steps,
+            "model": {"path": str(material / "model")},
+            "task": {
+                "type": "reasoning_gym",
+                "name": "chain_sum",
+                "parameters": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+                "rows": 60,
+                "heldout_rows": 2,
+                "reward": "end_to_end.digit_reward:even_digits",
+            },
+            "sampling": {"max_new_tokens": 8},
+            "rollouts": {"groups_per_step": 2, "group_size": 4, "max_prompt_tokens": 96},
+            "policy": {
+                "type": "megatron",
+                "dtype": "float32",
+                "parallel": {"pipeline": 2},
+                "microbatch_tokens": 256,
+            },
+            "generator": {
+                "type": "vllm",
+                "dtype": "float32",
+                "max_model_tokens": 128,
+                "kv_cache_bytes": 64 << 20,
+                "threads": 1,
+            },
+            "evaluation": {"samples": 1},
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(json.dumps(values))
+        return path
+
+    return write

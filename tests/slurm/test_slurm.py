@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from grpo_launch.hostlist import expand_hosts
 
 pytestmark = pytest.mark.timeout(1500)
 TWO_NODES = ("--nodes", "2", "--cpus-per-node", "1", "--time", "30")
@@ -18,46 +21,46 @@ def weights(run_dir: Path) -> bytes:
     return (run_dir / "model" / "model.safetensors").read_bytes()
 
 
-def test_grpo_across_three_nodes_completes_with_its_reward_recorded(cluster, material, tmp_path):
-    values = {
-        "name": "grpo",
-        "run_dir": str(tmp_path / "grpo"),
-        "steps": 2,
-        "model": {"path": str(material / "model")},
-        "task": {
-            "type": "reasoning_gym",
-            "name": "chain_sum",
-            "parameters": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-            "rows": 60,
-            "heldout_rows": 2,
-            "reward": "end_to_end.digit_reward:even_digits",
-        },
-        "sampling": {"max_new_tokens": 8},
-        "rollouts": {"groups_per_step": 2, "group_size": 4, "max_prompt_tokens": 96},
-        "policy": {
-            "type": "megatron",
-            "dtype": "float32",
-            "parallel": {"pipeline": 2},
-            "microbatch_tokens": 256,
-        },
-        "generator": {
-            "type": "vllm",
-            "dtype": "float32",
-            "max_model_tokens": 128,
-            "kv_cache_bytes": 64 << 20,
-            "threads": 1,
-        },
-        "evaluation": {"samples": 1},
-    }
-    config = tmp_path / "grpo.yaml"
-    config.write_text(json.dumps(values))
-    job = cluster.launch(config, "--nodes", "3", "--cpus-per-node", "1", "--time", "30")
+def rewards(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row["reward_mean"] for row in map(json.loads, lines) if "reward_mean" in row]
+
+
+def test_grpo_across_three_nodes_completes_with_its_reward_recorded(cluster, grpo):
+    job = cluster.launch(grpo("grpo", 2), "--nodes", "3", "--cpus-per-node", "1", "--time", "30")
     state = cluster.wait(job, 900)
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.log[-4000:]
-    lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
-    rewards = [row["reward_mean"] for row in map(json.loads, lines) if "reward_mean" in row]
-    assert len(rewards) == 2 and all(math.isfinite(reward) for reward in rewards)
+    recorded = rewards(job.run_dir)
+    assert len(recorded) == 2 and all(math.isfinite(reward) for reward in recorded)
     cluster.wait_until_clean()
+
+
+def test_engines_have_nodes_of_their_own_in_a_heterogeneous_job(cluster, grpo):
+    parts = ("--nodes", "1", "--engine-nodes", "1", "--engine-partition", "main")
+    job = cluster.launch(grpo("parts", 1), *parts, "--cpus-per-node", "3", "--time", "30")
+    cluster.wait_for(job, "head listens")
+    lines = cluster.call("scontrol", "-o", "show", "job", job.number).splitlines()
+    assert len({re.search(r" NodeList=(\S+)", line)[1] for line in lines}) == 2
+    state = cluster.wait(job, 600)
+    assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.log[-4000:]
+    assert len(rewards(job.run_dir)) == 1
+    cluster.wait_until_clean()
+
+
+def test_seeds_are_runs_of_their_own_in_one_array(cluster, sft):
+    one = ("--nodes", "1", "--cpus-per-node", "2", "--time", "30")
+    both = cluster.launch(sft("seeded", 5), *one, "--seeds", "3,4")
+    jobs = [
+        replace(
+            both,
+            number=f"{both.number}_{place}",
+            run_dir=both.run_dir.with_name(f"seeded-seed{seed}"),
+        )
+        for place, seed in enumerate((3, 4))
+    ]
+    for job in jobs:
+        assert cluster.wait(job)["JobState"] == "COMPLETED", job.log[-4000:]
+    assert weights(jobs[0].run_dir) != weights(jobs[1].run_dir)
 
 
 def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path):
@@ -67,7 +70,7 @@ def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path
     values = json.loads(config.read_text())
     values["task"]["path"] = str(bad)
     config.write_text(json.dumps(values))
-    job = cluster.launch(config, *TWO_NODES)
+    job = cluster.launch(config, *TWO_NODES, "--force")  # `check` finds it from here
     state = cluster.wait(job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), job.log[-4000:]
     assert "is not" in job.log or "JSON" in job.log
@@ -75,19 +78,19 @@ def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path
 
 
 def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft):
-    whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
-    assert cluster.wait(whole)["JobState"] == "COMPLETED", whole.log[-4000:]
     cut = cluster.launch(sft("cut", STEPS), *TWO_NODES)
     cluster.wait_for_step(cut, 15)
     # A new limit three minutes from now: SLURM itself sends the signal ahead of it.
     hours, minutes, _ = cluster.state(cut)["RunTime"].rpartition("-")[2].split(":")
     limit = 60 * int(hours) + int(minutes) + 3
     cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={limit}")
+    whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
     cluster.wait_for(cut, "the time limit is near", 300)
     cluster.wait_for(cut, "start 2", 300)
     state = cluster.wait(cut)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cut.log[-4000:]
     assert "going on after step" in cut.log
+    assert cluster.wait(whole)["JobState"] == "COMPLETED", whole.log[-4000:]
     assert weights(cut.run_dir) == weights(whole.run_dir)
 
 
@@ -143,6 +146,25 @@ def test_a_lost_node_is_replaced_by_the_spare_within_the_job(cluster, sft):
     finally:
         cluster.lab("node-up", node)
         cluster.lab("wait-idle", "100")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["gpu7"],
+        ["gpu01", "gpu02", "gpu03", "gpu07", "login"],
+        ["n8", "n9", "n10", "n11"],
+        ["n098", "n099", "n100"],
+        ["n1-ib", "n2-ib"],
+        ["r1n8", "r1n9", "r2n8", "r2n9"],
+        ["a.b1.c", "a.b2.c", "a-b-3"],
+        [f"rack{r:02d}-node{n:03d}" for r in range(3) for n in range(12)],
+    ],
+)
+def test_host_lists_mean_what_slurm_says_they_mean(cluster, names):
+    printed = cluster.call("scontrol", "show", "hostlist", ",".join(names)).strip()
+    assert expand_hosts(printed) == cluster.call("scontrol", "show", "hostnames", printed).split()
+    assert sorted(expand_hosts(printed)) == sorted(names)
 
 
 def test_check_on_nodes_compares_and_measures_them(cluster, sft):

@@ -104,6 +104,24 @@ def test_weights_are_cast_once_at_the_sender(folders):
             assert torch.equal(ends.held[0][name], whole.bfloat16())
 
 
+def test_an_exact_tensor_is_not_cast(tmp_path):
+    folder = save_tiny(tmp_path, "deepseek_v3")
+    state = state_of(folder)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    policy, fleet = PolicyLayout(tensor=2, expert=2, layers=2), FleetLayout(tensor=2, layers=2)
+    with Ends(spec_of(folder), policy, fleet, dtype="bfloat16", verify="every") as ends:
+        reports = ends.push(0, state)
+        sent = sum(2 * t.numel() for t in state.values()) + 2 * state[bias].numel()
+        assert sum(r.sent_bytes for r in reports) == sent
+        for worker, held in enumerate(ends.held):
+            for name, whole in state.items():
+                part = ends.part(
+                    worker, whole if name == bias else whole.bfloat16(), ends.table[name]
+                )
+                assert part is not None and held[name].dtype == part.dtype
+                assert torch.equal(held[name].view(part.shape), part), name
+
+
 def test_frozen_tensors_are_sent_with_the_first_push_only_and_again_when_asked(folders):
     old, new = (state_of(folders["dense", seed]) for seed in (0, 1))
     frozen = frozenset(name for name in old if ".layers.0." in name)

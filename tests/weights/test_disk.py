@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ class Disk:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+def test_an_exact_tensor_is_not_cast(tmp_path):
+    disk = Disk(tmp_path / "weights", save_tiny(tmp_path / "model", "deepseek_v3"))
+    disk.exchange = replace(disk.exchange, dtype="bfloat16")
+    disk.senders = [DiskSender(disk.folder, disk.exchange, disk.spec, rank) for rank in range(4)]
+    disk.push(0)
+    held = disk.take(disk.receiver(0), 0)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(held[bias], disk.state[bias])
+    assert {t.dtype for name, t in held.items() if name != bias} == {torch.bfloat16}
 
 
 def test_a_late_engine_takes_the_newest_complete_version_bitwise(tmp_path, model):

@@ -26,7 +26,14 @@ generator: {{type: vllm, engines: 64, tensor: 2}}
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", False), ("qwen3_moe", False)]
+    ("family", "tied"),
+    [
+        ("llama", True),
+        ("qwen2", False),
+        ("qwen3", False),
+        ("qwen3_moe", False),
+        ("deepseek_v3", False),
+    ],
 )
 def test_b5_every_tensor_of_a_checkpoint_is_planned_once_in_its_shape(tmp_path, family, tied):
     folder = save_tiny(tmp_path, family, tied=tied)

@@ -98,7 +98,7 @@ run_ray() {
   set -- "$@" --resources="{\"grpo:role:$role\": 1${domain:+, \"grpo:domain:$domain\": 1}}"
   if [ $first = 1 ]; then
     # Ray's own client server takes no 0; nobody uses it, and one that cannot listen does no harm.
-    set -- --head --port=0 --include-dashboard=false --ray-client-server-port=$((20000 + job % 40000)) "$@"
+    set -- --head --port=0 --include-dashboard=false --ray-client-server-port=$((20000 + job % 12000)) "$@"
   else
     while head=$(published_head) && [ -z "$head" ]; do
       [ "$(control)" = down ] && exit 0

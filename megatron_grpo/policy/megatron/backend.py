@@ -229,6 +229,10 @@ class MegatronRank:
         norm, rate = parts.updater.step()
         return UpdateStats(norm, rate, time.monotonic() - start)
 
+    def reset_optimizer(self) -> None:
+        """Moments and step count to 0 on every rank."""
+        self._started.updater.reset()
+
     def logprobs(
         self, microbatches: tuple[MicroBatch, ...], temperature: float
     ) -> list[tuple[int, Float32]]:
