@@ -135,6 +135,12 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's history: moments and the count of steps are 0 as before the first
+        one, so the schedule begins anew. Weights stay.
+        """
+        ...
+
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
         """Log-probability of every target of every sequence, in batch order: entry i is [L_i - 1]
         for a rollout of L_i tokens. No gradients."""

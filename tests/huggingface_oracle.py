@@ -59,7 +59,9 @@ class Oracle:
         return per_expert({n: p.grad.numpy().copy() for n, p in self.model.named_parameters()})
 
     def weights(self) -> dict[str, np.ndarray]:
-        return per_expert({n: p.detach().numpy() for n, p in self.model.named_parameters()})
+        biases = [b for b in self.model.named_buffers() if b[0].endswith("correction_bias")]
+        named = (*self.model.named_parameters(), *biases)
+        return per_expert({name: tensor.detach().numpy() for name, tensor in named})
 
     def step(self, optimizer: dict[str, float]) -> float:
         """Clip and step with torch; the norm before clipping."""

@@ -159,6 +159,7 @@ def gradients(policy: MegatronRank) -> Arrays:
     bound = [
         replace(item, parameter=torch.nn.Parameter(item.parameter.main_grad.clone()))
         for item in parts.bound
+        if item.parameter.requires_grad
     ]
     return {n: t.numpy().copy() for n, t in gathered_tensors(bound, parts.spec, None)}
 
@@ -316,6 +317,16 @@ def exchange_case(
             policy.connect_weights(exchange)
             reports.append(policy.push_weights(1))
         return reports
+
+
+def biases_case(rank: int, world: int, case: Case, folder: Path) -> Arrays:
+    """The routers' biases on this rank after a step, by name."""
+    with running(rank, world, case, folder) as policy:
+        mine = case.batch(policy.batch_shape).replicas[policy.data_parallel_rank]
+        policy.forward_backward(mine, 1.0, case.loss)
+        policy.optimizer_step()
+        exact = [item for item in policy._started.bound if item.rule.exact]
+        return {item.hf_names[0]: item.parameter.numpy().copy() for item in exact}
 
 
 def norms_case(rank: int, world: int, case: Case, folder: Path) -> list[float]:

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,13 +24,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"]
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 # What a family needs, or has on purpose: heads wider than hidden / heads, a dense layer among
 # those with experts.
@@ -42,6 +45,25 @@ SETTINGS = {
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
     },
 }
 
@@ -78,6 +100,9 @@ def tiny_model(family: Family = "qwen2", *, tied: bool = False, seed: int = 0, *
                 parameter.copy_(1.0 + 0.1 * noise)
             else:
                 parameter.copy_((0.1 if name.endswith("bias") else 0.08) * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
     return model
 

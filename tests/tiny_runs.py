@@ -45,7 +45,7 @@ def tiny_config(model: Path, folder: Path, **changes: Any) -> RunConfig:
             "optimizer": {
                 "learning_rate": 1e-2,
                 "schedule": "cosine",
-                "warmup_steps": 2,
+                "warmup_steps": min(2, changes.get("steps", 2)),
                 "decay_steps": 8,
             },
         },

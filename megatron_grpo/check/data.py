@@ -6,20 +6,19 @@ import json
 import math
 import numbers
 from collections.abc import Iterator
-from importlib import resources
 from itertools import islice
-from pathlib import Path
-from typing import cast
 
 from megatron_grpo.check.findings import Finding, Subject
-from megatron_grpo.config import ChatTask, ReasoningGymTask
+from megatron_grpo.config import ChatTask, DataTask, ReasoningGymTask
 from megatron_grpo.config.data import ProblemTask
-from megatron_grpo.environments.data.tables import field, read_rows
+from megatron_grpo.environments.data.tables import field, numbered_rows, read_rows
 from megatron_grpo.environments.gym_problems import generate_problems
 from megatron_grpo.environments.rewards import RewardFunction, load_reward
 
 # Rows that are graded; all of them are when the run starts.
 _ROWS_ASKED = 8
+# Rows whose fields are looked at; all of them are when the run starts.
+_ROWS_READ = 10_000
 _FIELDS = {"chats": ("messages",), "preferences": ("prompt", "chosen", "rejected")}
 
 
@@ -37,7 +36,7 @@ def check_task(subject: Subject) -> Iterator[Finding]:
                 field(row, path, "task", task.path)
         yield Finding("ok", "task", f"{task.path} has {task.prompt} and {task.response}")
     else:
-        yield from _check_rows(task.path, _FIELDS[task.type], task.heldout_rows)
+        yield from _check_rows(task, _FIELDS[task.type])
 
 
 def _check_problems(task: ReasoningGymTask) -> Iterator[Finding]:
@@ -109,40 +108,25 @@ def _said(value: float | None) -> str:
     return "no number" if value is None else f"{value:g}"
 
 
-def _check_rows(path: str, fields: tuple[str, ...], heldout: int) -> Iterator[Finding]:
-    name = path.removeprefix("shipped:")
-    shipped = name != path
-    file = resources.files("megatron_grpo").joinpath("data", f"{name}.jsonl")
-    try:
-        text = (file if shipped else Path(path).expanduser()).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        yield Finding("problem", "task.path", f"cannot be read: {error}", "check the path")
-        return
-    lines = [line for line in text.splitlines() if line.strip()]
-    for number, line in enumerate(lines, 1):
-        missing = _missing(line, fields)
-        if missing:
-            yield Finding(
-                "problem", f"{path} line {number}", missing, f"write one JSON object with {fields}"
-            )
+def _check_rows(task: DataTask, fields: tuple[str, ...]) -> Iterator[Finding]:
+    count = 0
+    for where, row in islice(numbered_rows(task.path, task.files, "task.path"), _ROWS_READ):
+        count += 1
+        missing = [name for name in fields if name not in row]
+        unread = sorted(row.keys() - {*fields, *task.ignore})
+        if missing or unread:
+            text = f"has no {', '.join(missing)}" if missing else f"nothing reads {unread}"
+            remedy = f"write objects with {', '.join(fields)}"
+            remedy = remedy if missing else "if that is meant, name them in task.ignore"
+            yield Finding("problem", where, text, remedy)
             return
-    if len(lines) <= heldout:
+    if count <= task.heldout_rows:
         yield Finding(
             "problem",
             "task.heldout_rows",
-            f"leaves nothing to train on of {len(lines)} rows (found {heldout})",
+            f"leaves nothing to train on of {count} rows (found {task.heldout_rows})",
             "give more rows, or hold out fewer",
         )
         return
-    yield Finding("ok", "task.path", f"{len(lines)} rows with {', '.join(fields)}")
-
-
-def _missing(line: str, fields: tuple[str, ...]) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        return f"is no JSON: {error}"
-    if not isinstance(row, dict):
-        return f"is a JSON {type(row).__name__}, no object"
-    absent = [field for field in fields if field not in cast(dict[str, object], row)]
-    return f"has no {', '.join(absent)}" if absent else ""
+    more = " or more" if count == _ROWS_READ else ""
+    yield Finding("ok", "task.path", f"{count} rows{more} with {', '.join(fields)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 from grpo_perf.model_shape import Architecture, read_architecture
 
 from megatron_grpo.check.findings import Finding, Subject
+from megatron_grpo.config.stages import REFERENCE_FOLDER
 from megatron_grpo.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # A header larger than this is no header.
 _LARGEST_HEADER_BYTES = 200 << 20
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def check_model_folders(subject: Subject) -> Iterator[Finding]:
@@ -23,8 +26,24 @@ def check_model_folders(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     yield from _check_folder("model.path", config.model.folder)
     reference = config.reference_folder
-    if reference is not None and reference != config.model.folder:
-        yield from _check_folder("algorithm.reference_path", reference)
+    made_by_the_run = config.folder / REFERENCE_FOLDER
+    if reference is None or reference == config.model.folder or reference.parent == made_by_the_run:
+        return
+    yield from _check_folder("algorithm.reference_path", reference)
+    if (reference / "config.json").is_file() and (config.model.folder / "config.json").is_file():
+        policy, frozen = (
+            read_architecture(folder).model_dump(exclude={"name"})
+            for folder in (config.model.folder, reference)
+        )
+        compared = policy if config.policy.type == "megatron" else {"vocab": policy["vocab"]}
+        for key in (key for key, value in compared.items() if frozen[key] != value):
+            yield Finding(
+                "problem",
+                "algorithm.reference_path",
+                f"cannot be scored beside the policy: its {key} is {frozen[key]}, the policy's "
+                f"{policy[key]}",
+                "give a checkpoint of the same architecture",
+            )
 
 
 def _check_folder(key: str, folder: Path) -> Iterator[Finding]:
@@ -48,7 +67,7 @@ def _check_folder(key: str, folder: Path) -> Iterator[Finding]:
 
 
 def _check_weights(key: str, folder: Path, model: Architecture) -> Iterator[Finding]:
-    shapes = read_shapes(folder)
+    shapes = {n: s for n, s in read_shapes(folder).items() if _is_trained(n, model)}
     elements = sum(_product(shape) for shape in shapes.values())
     embedding = next(
         (shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")), None
@@ -74,6 +93,13 @@ def _check_weights(key: str, folder: Path, model: Architecture) -> Iterator[Find
         )
         return
     yield Finding("ok", key, f"{model.name}, {elements / 1e9:.3g} B parameters, all shards there")
+
+
+def _is_trained(name: str, model: Architecture) -> bool:
+    """Not a router's bias, nor of a layer after the model's last (multi-token prediction)."""
+    layer = _LAYER.match(name)
+    beside = model.kv_rank is not None and layer is not None and int(layer[1]) >= model.num_layers
+    return not beside and not name.endswith("e_score_correction_bias")
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -41,7 +41,7 @@ def to_megatron(
     it: [bold]model.path=OUT[/bold]. An interrupted conversion continues when the same command is
     given again; OUT appears only when it is whole.
     """
-    from megatron_grpo.conversion.convert import Layout
+    from megatron_grpo.conversion.boxes import Layout
     from megatron_grpo.conversion.convert import to_megatron as write
     from megatron_grpo.conversion.hf_folder import HfFolder
     from megatron_grpo.conversion.megatron_folder import MegatronFolder

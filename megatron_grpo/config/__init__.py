@@ -17,14 +17,8 @@ from megatron_grpo.config.checkpoint import CheckpointConfig
 from megatron_grpo.config.data import DialogueTask, MathTask, ProblemData, ProblemTask
 from megatron_grpo.config.grading import GradingConfig
 from megatron_grpo.config.parallel import ModelShape, ParallelConfig
-from megatron_grpo.config.run import (
-    EvaluationConfig,
-    RolloutsConfig,
-    RunConfig,
-    SamplingConfig,
-    dump_config,
-    load_config,
-)
+from megatron_grpo.config.rollouts import EvaluationConfig, RolloutsConfig, SamplingConfig
+from megatron_grpo.config.run import RunConfig, dump_config, load_config
 from megatron_grpo.config.tasks import ChatTask, DataTask, PreferenceTask, ReasoningGymTask
 
 __all__ = [

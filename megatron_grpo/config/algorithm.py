@@ -270,13 +270,6 @@ class GrpoConfig(Section):
 
     def _check_kl(self) -> None:
         if self.kl_coefficient == 0:
-            if self.reference_path is not None:
-                raise ConfigError(
-                    "reference_path",
-                    "is used by the KL term only, which is off",
-                    found=str(self.reference_path),
-                    remedy="set kl_coefficient above 0, or drop it",
-                )
             return
         if self.kl_in == "reward" and self.kl_estimator != "k1":
             raise ConfigError(

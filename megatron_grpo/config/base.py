@@ -58,10 +58,18 @@ def read_yaml(path: Path) -> dict[str, Value]:
     Raises:
         ConfigError: unreadable, not a mapping, duplicate keys, or an `extends` circle.
     """
+    merged: dict[str, Value] = {}
+    for layer in read_layers(path):
+        merged = merge(merged, layer)
+    return merged
+
+
+def read_layers(path: Path) -> list[dict[str, Value]]:
+    """The same before merging: what each file says itself, bases first."""
     return _read_extended(path, ())
 
 
-def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Value]:
+def _read_extended(path: Path, seen: tuple[Path, ...]) -> list[dict[str, Value]]:
     path = path.resolve()
     if path in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
@@ -78,10 +86,10 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Value]:
     if not isinstance(loaded, dict):
         raise ConfigError(str(path), "must be a mapping of sections", found=type(loaded).__name__)
     bases = loaded.pop("extends", [])
-    merged: dict[str, Value] = {}
+    layers: list[dict[str, Value]] = []
     for base in [bases] if isinstance(bases, str) else bases:
-        merged = merge(merged, _read_extended(path.parent / str(base), (*seen, path)))
-    return merge(merged, loaded)
+        layers += _read_extended(path.parent / str(base), (*seen, path))
+    return [*layers, loaded]
 
 
 def merge(base: Mapping[str, Value], over: Mapping[str, Value]) -> dict[str, Value]:
@@ -154,10 +162,20 @@ def apply_overrides(values: Mapping[str, Value], overrides: list[str]) -> dict[s
     return result
 
 
-def validate(cls: type[SectionT], values: Mapping[str, Value], source: str) -> SectionT:
-    """Build `cls`, turning every problem into one line with file, key, value and remedy."""
+def validate(
+    cls: type[SectionT],
+    values: Mapping[str, Value],
+    source: str,
+    layers: Sequence[Mapping[str, Value]] | None = None,
+) -> SectionT:
+    """Build `cls`, turning every problem into one line with file, key, value and remedy.
+
+    Args:
+        layers: what `values` was merged from, later ones over earlier ones; see config.needs.
+    """
+    context = None if layers is None else {"layers": layers}
     try:
-        return cls.model_validate(dict(values))
+        return cls.model_validate(dict(values), context=context)
     except ValidationError as error:
         raise ConfigErrors(
             [one for item in error.errors() for one in _explained(cls, dict(item), source)]
@@ -168,8 +186,13 @@ def _explained(
     root: type[Section], item: Mapping[str, object], source: str
 ) -> Sequence[ConfigError]:
     inner = typing.cast(Mapping[str, object], item.get("ctx") or {}).get("error")
-    # A config made of this one (a stage) has said already where each of its problems is.
-    return inner.errors if isinstance(inner, ConfigErrors) else [_explain(root, item, source)]
+    if not isinstance(inner, ConfigErrors):
+        return [_explain(root, item, source)]
+    # A config made of this one (a stage) has said already where in itself its problems are.
+    return [
+        ConfigError(f"{source}: {one.where}", one.problem, found=one.found, remedy=one.remedy)
+        for one in inner.errors
+    ]
 
 
 def _explain(root: type[Section], item: Mapping[str, object], source: str) -> ConfigError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from pydantic import model_validator
@@ -58,6 +58,9 @@ FREE_KEYS = (
     # The folders' contents are compared instead of their paths.
     "model.path",
     "algorithm.reference_path",
+    "stage.name",
+    "stage.after",
+    "stage.of",
     "policy.microbatch_tokens",
     "policy.parallel",
     "policy.distributed_optimizer",
@@ -73,6 +76,25 @@ FREE_KEYS = (
     "generator.gpu_memory_fraction",
     "generator.threads",
 )
+
+# What a saved state belongs to: no other value can take it up.
+CARRIED_KEYS = ("policy.type", "policy.optimizer.type")
+
+
+def carried(saved: Section, now: Section) -> dict[str, tuple[object, object]]:
+    """CARRIED_KEYS -> their values in two configs of a run."""
+    return {
+        key: (_value_at(saved, key.split(".")), _value_at(now, key.split(".")))
+        for key in CARRIED_KEYS
+    }
+
+
+def _value_at(config: Section, path: Sequence[str]) -> object:
+    plain: Value = config.model_dump(mode="json")
+    for key in path:
+        assert isinstance(plain, dict)
+        plain = plain[key]
+    return plain
 
 
 def differences(saved: Mapping[str, Value], now: Mapping[str, Value]) -> list[str]:

@@ -5,12 +5,11 @@ line.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from ruamel.yaml import YAML
 
 from megatron_grpo.config.algorithm import (
@@ -30,82 +29,22 @@ from megatron_grpo.config.backends import (
 )
 from megatron_grpo.config.base import (
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Section,
+    Value,
     apply_overrides,
     merge,
-    read_yaml,
+    read_layers,
     validate,
 )
-from megatron_grpo.config.checkpoint import CheckpointConfig
+from megatron_grpo.config.checkpoint import CheckpointConfig, carried
 from megatron_grpo.config.data import ProblemTask
-from megatron_grpo.config.stages import Stage
+from megatron_grpo.config.needs import without_idle_keys
+from megatron_grpo.config.rollouts import EvaluationConfig, RolloutsConfig, SamplingConfig
+from megatron_grpo.config.seats import check_seats
+from megatron_grpo.config.stages import REFERENCE_FOLDER, Stage, StagePlace
 from megatron_grpo.config.tasks import TASKS_OF, DataTask, ReasoningGymTask, TaskConfig
 from megatron_grpo.errors import ConfigError
-
-
-class SamplingConfig(Section):
-    """How completions are drawn in training. Sent in full: a checkpoint's generation_config changes
-    nothing.
-    """
-
-    temperature: PositiveFloat = 1.0
-    """Divides the logits, in the generator and in the trainer alike."""
-    max_new_tokens: PositiveInt = 256
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    """-1 is off."""
-
-    @model_validator(mode="after")
-    def _full_support(self) -> SamplingConfig:
-        if self.top_p != 1.0 or self.top_k not in (-1, 0):
-            key, value = ("top_p", self.top_p) if self.top_p != 1.0 else ("top_k", self.top_k)
-            raise ConfigError(
-                key,
-                "training needs top_p 1.0 and top_k -1: the generator would renormalise over "
-                "the kept tokens while "
-                "the trainer scores the whole vocabulary, so the importance ratio would be wrong",
-                found=value,
-                remedy="drop it, and lower temperature if samples are too wild",
-            )
-        return self
-
-
-class RolloutsConfig(Section):
-    """How much is generated per step and how far it may run ahead."""
-
-    groups_per_step: PositiveInt = 8
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per prompt, at least 2: one alone has no group to compare with."""
-    max_staleness: NonNegativeInt = 0
-    """How many weight versions old a token may be when it is trained on; 0 is synchronous."""
-    oversample: Annotated[float, Field(ge=1, le=4, allow_inf_nan=False)] = 1.0
-    """Groups in flight as a multiple of what is needed. Once enough are complete the slowest are
-    cut off, to go on later if their tokens are still young enough, else to begin anew. 1 is off.
-    """
-    replace_rounds: NonNegativeInt = 0
-    """Replace groups whose rewards are all equal by other prompts (dynamic sampling), at most this
-    many times groups_per_step per step; then the run ends and says why. 0 is off.
-    """
-    max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are left out and counted."""
-
-    @property
-    def extra_groups(self) -> int:
-        """Groups in flight beyond those that are needed."""
-        return math.ceil((self.oversample - 1) * self.groups_per_step)
-
-
-class EvaluationConfig(Section):
-    """Sampled accuracy on held-out problems, before, during and after."""
-
-    every: PositiveInt | None = None
-    """Steps between evaluations; null: only before the first and after the last step."""
-    samples: PositiveInt = 4
-    """Completions per held-out problem; accuracy is the mean over all of them."""
-    max_new_tokens: PositiveInt | None = None
-    """Budget of one rollout; null is that of training."""
 
 
 class RunConfig(Section):
@@ -130,6 +69,8 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     stages: list[Stage] = Field(default_factory=list)
     """Parts of the run under settings of their own, one after the other; docs/deepscaler.md."""
+    stage: StagePlace | None = None
+    """Which of them a resolved config is; the run writes it."""
 
     @property
     def folder(self) -> Path:
@@ -156,43 +97,83 @@ class RunConfig(Section):
         """
         if not self.stages:
             return [self]
-        base, ends = self.model_dump(mode="json"), 0
+        base, after = self.model_dump(mode="json"), 0
         configs: list[RunConfig] = []
         for stage in self.stages:
-            ends += stage.steps
-            changes = stage.model_dump(mode="json", exclude={"name", "steps"})
+            stage.check_place(first=not configs)
+            changes = {k: v for k, v in stage.changes().items() if v}
+            if stage.renew_reference:
+                frozen = str(self.folder / REFERENCE_FOLDER / stage.name)
+                changes = merge(changes, {"algorithm": {"reference_path": frozen}})
             before = base
             if "preset" in stage.algorithm:
                 before = {**base, "algorithm": without_choices(base["algorithm"])}
-            values = merge(before, {k: v for k, v in changes.items() if v})
-            values |= {"steps": ends, "stages": []}
-            configs.append(validate(RunConfig, values, f"stage {stage.name}"))
+            values = merge(before, changes)
+            place = stage.place(after, self.steps)
+            after += stage.steps
+            values |= {"steps": after, "stages": [], "stage": place}
+            configs.append(validate(RunConfig, values, f"stage {stage.name}", [{}, changes]))
             self._check_carried_over(configs[-1], stage.name)
         return configs
 
     def _check_carried_over(self, stage: RunConfig, name: str) -> None:
         """Model and optimizer state go from stage to stage, so they must mean the same in each."""
-        before, now = self.policy.optimizer.type, stage.policy.optimizer.type
-        if before != now:
-            raise ConfigError(
-                f"stage {name}: policy.optimizer.type",
-                f"must stay {before}: its state is carried over",
-                found=now,
-                remedy="start another run from this one's model instead",
-            )
+        for key, (before, now) in carried(self, stage).items():
+            if before != now:
+                raise ConfigError(
+                    f"stage {name}: {key}",
+                    f"must stay {before}: its state is carried over",
+                    found=now,
+                    remedy="start another run from this one's model instead",
+                )
 
     @model_validator(mode="after")
-    def _check(self) -> RunConfig:
+    def _check(self, info: ValidationInfo) -> RunConfig:
+        stages = [self]
         if self.stages:
-            total = sum(stage.steps for stage in self.stages)
-            if total != self.steps:
-                raise ConfigError(
-                    "steps",
-                    f"is not the sum of its stages, {total}",
-                    found=self.steps,
-                    remedy=f"set it to {total}",
-                )
-            self.stage_configs()
+            self._check_total()
+            stages = self.stage_configs()
+        else:
+            self._check_warmup()
+        self._check_parts()
+        layers = (info.context or {}).get("layers", [{}, self.model_dump()])
+        return without_idle_keys(self, stages, layers)
+
+    def _check_total(self) -> None:
+        total = sum(stage.steps for stage in self.stages)
+        if total != self.steps:
+            raise ConfigError(
+                "steps",
+                f"is not the sum of its stages, {total}",
+                found=self.steps,
+                remedy=f"set it to {total}",
+            )
+        names = [stage.name for stage in self.stages]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                "stages", "have a name twice", found=twice, remedy="give each its own"
+            )
+        if self.stage is not None:
+            raise ConfigError("stage", "is written by the run itself", remedy="remove it")
+
+    def _check_warmup(self) -> None:
+        """A rate that never gets where it was meant to trains next to nothing."""
+        steps = self.steps if self.stage is None else self.stage.of
+        if self.stage is not None and self.stage.reset_optimizer:
+            steps -= self.stage.after
+        if isinstance(self.algorithm, GrpoConfig):
+            steps *= self.algorithm.updates_per_step
+        warmup = self.policy.optimizer.warmup_steps
+        if warmup > steps:
+            raise ConfigError(
+                "policy.optimizer.warmup_steps",
+                f"is longer than the {steps} optimizer steps, so learning_rate is never reached",
+                found=warmup,
+                remedy=f"set it to at most {steps} (0 for a short try), or raise steps",
+            )
+
+    def _check_parts(self) -> None:
         wanted = TASKS_OF[self.algorithm.type]
         if self.task.type not in wanted:
             raise ConfigError(
@@ -217,29 +198,14 @@ class RunConfig(Section):
             self._check_data(self.task)
         else:
             self._check_sampled(self.task)
-            self._check_turns()
-        return self
-
-    def _check_turns(self) -> None:
-        """Colocated policy and engines never work at the same moment."""
-        if not isinstance(self.generator, VllmGeneratorConfig) or not self.generator.colocated:
-            return
-        if self.rollouts.max_staleness:
-            raise ConfigError(
-                "rollouts.max_staleness",
-                "must be 0 where generator.colocated is true: engines sleep while the policy "
-                "trains",
-                found=self.rollouts.max_staleness,
-                remedy="set it to 0, or generator.colocated to false",
-            )
-        if self.cluster.gpus_per_rank and self.weights.backend == "nccl":
-            raise ConfigError(
-                "weights.backend",
-                "cannot join a policy rank and an engine on the same GPU",
-                found="nccl",
-                remedy="set it to auto (gloo, through the host's memory), or generator.colocated "
-                "to false",
-            )
+            if isinstance(self.generator, VllmGeneratorConfig):
+                check_seats(
+                    self.policy,
+                    self.generator,
+                    self.cluster,
+                    self.weights,
+                    self.rollouts.max_staleness,
+                )
 
     def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
         sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)
@@ -366,11 +332,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: one line per problem: file, key, value, remedy.
     """
-    values = read_yaml(path)
+    layers = read_layers(path)
+    values: dict[str, Value] = {}
+    for layer in layers:
+        values = merge(values, layer)
     algorithm = values.get("algorithm")
     if isinstance(algorithm, dict) and any(o.startswith("algorithm.preset=") for o in overrides):
         values["algorithm"] = without_choices(algorithm)
-    return validate(RunConfig, apply_overrides(values, list(overrides)), path.name)
+    layers = [{}, *layers, apply_overrides({}, list(overrides))]
+    return validate(RunConfig, apply_overrides(values, list(overrides)), path.name, layers)
 
 
 def dump_config(config: RunConfig) -> str:

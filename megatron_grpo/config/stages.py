@@ -6,16 +6,25 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from megatron_grpo.config.base import PositiveInt, Section
+from megatron_grpo.config.base import NonNegativeInt, PositiveInt, Section, Value
+from megatron_grpo.errors import ConfigError
 
 Changes = dict[str, JsonValue]
+# Below the run's folder: the frozen models that renew_reference kept, by stage.
+REFERENCE_FOLDER = "reference"
 
 
 class Stage(Section):
     """Steps of a run under settings of their own; sections hold only what differs."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._ -]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
     steps: PositiveInt
+    reset_optimizer: bool = False
+    """Begin with an optimizer without history: moments of 0, and the schedule, warm-up included,
+    counted from this stage's first step. Otherwise both go on where the stage before ended.
+    """
+    renew_reference: bool = False
+    """Freeze the model that this stage starts from as its reference, instead of the run's."""
     sampling: Changes = Field(default_factory=dict)
     rollouts: Changes = Field(default_factory=dict)
     algorithm: Changes = Field(default_factory=dict)
@@ -23,3 +32,43 @@ class Stage(Section):
     generator: Changes = Field(default_factory=dict)
     evaluation: Changes = Field(default_factory=dict)
     weights: Changes = Field(default_factory=dict)
+
+    def changes(self) -> dict[str, Value]:
+        """Section -> what differs from the run's."""
+        own = {"name", "steps", "reset_optimizer", "renew_reference"}
+        return self.model_dump(mode="json", exclude=own)
+
+    def place(self, after: int, of: int) -> dict[str, Value]:
+        """This stage as a StagePlace."""
+        reset = self.reset_optimizer
+        return {"name": self.name, "after": after, "of": of, "reset_optimizer": reset}
+
+    def check_place(self, *, first: bool) -> None:
+        """Raises ConfigError for what makes no sense where the stage stands."""
+        where = f"stage {self.name}"
+        if first and (self.reset_optimizer or self.renew_reference):
+            key = "reset_optimizer" if self.reset_optimizer else "renew_reference"
+            raise ConfigError(
+                f"{where}: {key}",
+                "the first stage has none before it: that is what it starts with anyway",
+                found=True,
+                remedy="remove it",
+            )
+        if self.renew_reference and "reference_path" in self.algorithm:
+            raise ConfigError(
+                f"{where}: renew_reference",
+                "contradicts the stage's algorithm.reference_path",
+                found=True,
+                remedy="choose one of the two",
+            )
+
+
+class StagePlace(Section):
+    """Which stage of a run a resolved config belongs to."""
+
+    name: str
+    after: NonNegativeInt
+    """Steps of the run before it."""
+    of: PositiveInt
+    """Steps of the whole run."""
+    reset_optimizer: bool = False

@@ -70,6 +70,8 @@ class DataTask(Section):
     seed: NonNegativeInt = 0
     max_row_tokens: PositiveInt = 1024
     """Longer dialogues (of a pair: if either is longer) are left out and counted."""
+    ignore: tuple[str, ...] = ()
+    """Fields of rows that nothing reads and that is meant; any other one is refused."""
 
 
 class ChatTask(DataTask):
@@ -97,6 +99,13 @@ class ChatTask(DataTask):
                 "has no place: rows with messages bring their own",
                 found=self.system_prompt,
                 remedy="drop it, or name the fields prompt and response",
+            )
+        if self.ignore and self.prompt is not None:
+            raise ConfigError(
+                "ignore",
+                "is for rows with messages; of others only prompt and response are read",
+                found=", ".join(self.ignore),
+                remedy="remove it",
             )
         return self
 

@@ -6,22 +6,29 @@ tensor table follows from the flags; the rules themselves are in `rules` and wor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from megatron_grpo.config import ModelShape
+from megatron_grpo.conversion.model_parts import Latent, Mixture, Rope, yarn_scale
 from megatron_grpo.conversion.rules import Direct, FusedGateUp, FusedQKV, Layers, Vocabulary
 
 LAYER = "decoder.layers.{layer}."
+ATTENTION, HF_ATTENTION = LAYER + "self_attention.", "model.layers.{layer}.self_attn."
 
 # Transformer Engine folds the norms into the matrix product that follows them.
 CANONICAL_NAMES = MappingProxyType(
     {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     }
 )
+_HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,8 @@ class Family:
             is required.
         kv_heads_optional: the family takes num_attention_heads where the field is absent; else
             it is required.
-        mixture: layers may hold experts.
+        experts: how layers with experts score them; "" where no layer may hold any.
+        latent: queries, keys and values are made from narrow latents, see `Latent`.
         window_by_default: where `sliding_window` is absent the family takes one, so it must be
             given.
     """
@@ -45,7 +53,8 @@ class Family:
     qk_norm: bool
     head_dim_optional: bool
     kv_heads_optional: bool
-    mixture: bool = False
+    experts: Literal["", "softmax", "sigmoid"] = ""
+    latent: bool = False
     window_by_default: bool = False
 
 
@@ -70,64 +79,20 @@ FAMILIES = MappingProxyType(
                 True,
                 head_dim_optional=False,
                 kv_heads_optional=False,
-                mixture=True,
+                experts="softmax",
+            ),
+            Family(
+                "deepseek_v3",
+                False,
+                False,
+                head_dim_optional=True,
+                kv_heads_optional=True,
+                experts="sigmoid",
+                latent=True,
             ),
         )
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary positions. `kind` is "default", "linear", "dynamic", "yarn" or "llama3"; the rest is
-    used by the kinds that need it.
-
-    Attributes:
-        base: theta.
-        factor: context extension.
-        low_freq_factor, high_freq_factor: of "llama3".
-        original_positions: trained context, of "llama3", "yarn" and "dynamic".
-        beta_fast, beta_slow: turns over the trained context between which "yarn" blends.
-        truncate: "yarn" rounds the blended range to whole dimensions.
-        attention_scale: cosines and sines are multiplied by it ("yarn").
-    """
-
-    base: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_scale: float = 1.0
-
-    @property
-    def longest(self) -> int | None:
-        """Longest sequence these frequencies are right for; None: any.
-
-        "dynamic" raises the base with the length of the sequence, but only beyond the trained
-        context; up to there it is the plain rope, and this is the part that is supported.
-        """
-        return self.original_positions if self.kind == "dynamic" else None
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Experts in place of the MLP: every token goes to the `top_k` best of them.
-
-    Attributes:
-        ffn_hidden: width of one expert.
-        normalize: the chosen experts' weights are made to sum to 1.
-        dense_layers: indices of layers that keep one MLP of the model's own width.
-    """
-
-    num_experts: int
-    top_k: int
-    ffn_hidden: int
-    normalize: bool
-    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +106,7 @@ class ModelSpec:
         tied: the head is the embedding.
         dtype: the checkpoint's, e.g. "bfloat16".
         mixture: None in a dense model.
+        latent: None where heads have weights of their own; else `head_dim` is of queries and keys.
     """
 
     family: Family
@@ -157,6 +123,27 @@ class ModelSpec:
     tied: bool
     dtype: str
     mixture: Mixture | None = None
+    latent: Latent | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """How many numbers of a head are turned by position."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention's logits are multiplied by."""
+        scale = self.head_dim**-0.5
+        if self.latent and self.rope.mscale_all_dim:
+            scale *= yarn_scale(self.rope.factor, self.rope.mscale_all_dim) ** 2
+        return scale
+
+    def is_beside(self, hf_name: str) -> bool:
+        """Whether a tensor belongs to a layer after the model's last: multi-token prediction,
+        which takes no part in its log-probabilities.
+        """
+        match = _HF_LAYER.match(hf_name)
+        return self.family.latent and match is not None and int(match[1]) >= self.num_layers
 
     @property
     def queries_per_group(self) -> int:
@@ -202,10 +189,13 @@ class ModelSpec:
     def hf_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor of this model, by its Hugging Face name."""
         module, _, kind = name.rpartition(".")
-        expert = ".experts." in name and self.mixture is not None
-        ffn_hidden = self.mixture.ffn_hidden if expert and self.mixture else self.ffn_hidden
+        ffn_hidden = self.ffn_hidden
+        if self.mixture and ".experts." in name:
+            ffn_hidden = self.mixture.ffn_hidden
+        elif self.mixture and ".shared_experts." in name:
+            ffn_hidden = self.mixture.shared_ffn_hidden
         rows, columns = self._matrix(module.rpartition(".")[2], ffn_hidden)
-        return (rows,) if kind == "bias" or columns is None else (rows, columns)
+        return (rows,) if kind.endswith("bias") or columns is None else (rows, columns)
 
     def _matrix(self, module: str, ffn_hidden: int) -> tuple[int, int | None]:
         heads, groups = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -221,6 +211,7 @@ class ModelSpec:
             "k_proj": (groups, self.hidden),
             "v_proj": (groups, self.hidden),
             "o_proj": (self.hidden, heads),
+            **self._latent_matrices(),
             "gate_proj": (ffn_hidden, self.hidden),
             "up_proj": (ffn_hidden, self.hidden),
             "down_proj": (self.hidden, ffn_hidden),
@@ -228,14 +219,46 @@ class ModelSpec:
         }
         return table[module]
 
-    def hf_names(self) -> Iterator[str]:
-        """Every tensor a checkpoint of this model stores, each once."""
+    def _latent_matrices(self) -> Mapping[str, tuple[int, int | None]]:
+        latent = self.latent
+        if latent is None:
+            return {}
+        query_rank = latent.query_rank or 0
+        rows = {
+            "up": self.num_heads * (latent.plain_dim + latent.value_dim),
+            "values": self.num_heads * latent.value_dim,
+        }
+        return {
+            "q_a_proj": (query_rank, self.hidden),
+            "q_a_layernorm": (query_rank, None),
+            "q_b_proj": (self.num_heads * self.head_dim, query_rank),
+            "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_dim, self.hidden),
+            "kv_a_layernorm": (latent.kv_rank, None),
+            "kv_b_proj": (rows["up"], latent.kv_rank),
+            "o_proj": (self.hidden, rows["values"]),
+        }
+
+    def parameters(self) -> Iterator[tuple[Direct, int, int]]:
+        """(rule, layer, expert) of everything a checkpoint of this model stores, each once."""
         for rule in self.rules():
-            if not rule.stored:
-                continue
-            for layer in self.layers_of(rule):
-                for expert in self.experts_of(rule):
-                    yield from rule.hf_names(layer, expert)
+            if rule.stored:
+                for layer in self.layers_of(rule):
+                    for expert in self.experts_of(rule):
+                        yield rule, layer, expert
+
+    def hf_names(self) -> Iterator[str]:
+        """The same under Hugging Face names."""
+        for rule, layer, expert in self.parameters():
+            yield from rule.hf_names(layer, expert)
+
+    def exact_names(self) -> frozenset[str]:
+        """Tensors that no cast applies to."""
+        return frozenset(
+            name
+            for rule, layer, expert in self.parameters()
+            if rule.exact
+            for name in rule.hf_names(layer, expert)
+        )
 
     def rule_for(self, megatron_name: str) -> Direct:
         """Rule of a Megatron parameter name whose layer index was replaced by `{layer}`."""
@@ -248,42 +271,61 @@ def _by_megatron_name(spec: ModelSpec) -> Mapping[str, Direct]:
 
 def _rules(spec: ModelSpec) -> tuple[Direct, ...]:
     hf = "model.layers.{layer}."
-    attention, hf_attention = LAYER + "self_attention.", hf + "self_attn."
     embedding = "model.embed_tokens.weight"
     head = embedding if spec.tied else "lm_head.weight"
-    projections = ("q_proj", "k_proj", "v_proj")
     rules: list[Direct] = [
         Vocabulary("embedding.word_embeddings.weight", (embedding,), axis=0),
         Direct(LAYER + "input_layernorm.weight", (hf + "input_layernorm.weight",)),
-        FusedQKV(
-            attention + "linear_qkv.weight",
-            tuple(f"{hf_attention}{p}.weight" for p in projections),
-            axis=0,
-        ),
-    ]
-    if spec.family.qkv_bias:
-        biases = tuple(f"{hf_attention}{p}.bias" for p in projections)
-        rules.append(FusedQKV(attention + "linear_qkv.bias", biases, axis=0))
-    if spec.family.qk_norm:
-        for letter in "qk":
-            name = f"{hf_attention}{letter}_norm.weight"
-            rules.append(Direct(f"{attention}{letter}_layernorm.weight", (name,)))
-    rules += [
-        Direct(attention + "linear_proj.weight", (hf_attention + "o_proj.weight",), axis=1),
+        *(_attention(spec.family) if spec.latent is None else _latent_attention(spec.latent)),
+        Direct(ATTENTION + "linear_proj.weight", (HF_ATTENTION + "o_proj.weight",), axis=1),
         Direct(LAYER + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
         *_gated_mlp(LAYER + "mlp.", hf + "mlp.", "dense"),
     ]
     if spec.mixture is not None:
-        experts, hf_experts = LAYER + "mlp.experts.local_experts.{expert}.", hf + "mlp.experts."
-        rules += [
-            Direct(LAYER + "mlp.router.weight", (hf + "mlp.gate.weight",), layers="sparse"),
-            *_gated_mlp(experts, hf_experts + "{expert}.", "sparse"),
-        ]
+        rules += _experts(spec.mixture, LAYER + "mlp.", hf + "mlp.")
     rules += [
         Direct("decoder.final_layernorm.weight", ("model.norm.weight",)),
         Vocabulary("output_layer.weight", (head,), axis=0, stored=not spec.tied),
     ]
     return tuple(rules)
+
+
+def _attention(family: Family) -> Iterator[Direct]:
+    projections = ("q_proj", "k_proj", "v_proj")
+    for kind in ("weight", "bias") if family.qkv_bias else ("weight",):
+        names = tuple(f"{HF_ATTENTION}{p}.{kind}" for p in projections)
+        yield FusedQKV(f"{ATTENTION}linear_qkv.{kind}", names, axis=0)
+    for letter in "qk" if family.qk_norm else "":
+        name = f"{HF_ATTENTION}{letter}_norm.weight"
+        yield Direct(f"{ATTENTION}{letter}_layernorm.weight", (name,))
+
+
+def _latent_attention(latent: Latent) -> Iterator[Direct]:
+    """Both sides order rows alike: head by head, plain then turned, key then value."""
+
+    def direct(megatron: str, hf: str, axis: int | None = None) -> Direct:
+        return Direct(f"{ATTENTION}{megatron}.weight", (f"{HF_ATTENTION}{hf}.weight",), axis=axis)
+
+    if latent.query_rank is None:
+        yield direct("linear_q_proj", "q_proj", axis=0)
+    else:
+        yield direct("linear_q_down_proj", "q_a_proj")
+        yield direct("q_layernorm", "q_a_layernorm")
+        yield direct("linear_q_up_proj", "q_b_proj", axis=0)
+    yield direct("linear_kv_down_proj", "kv_a_proj_with_mqa")
+    yield direct("kv_layernorm", "kv_a_layernorm")
+    yield direct("linear_kv_up_proj", "kv_b_proj", axis=0)
+
+
+def _experts(mixture: Mixture, megatron: str, hf: str) -> Iterator[Direct]:
+    yield Direct(megatron + "router.weight", (hf + "gate.weight",), layers="sparse")
+    if mixture.scores == "sigmoid":
+        bias = (hf + "gate.e_score_correction_bias",)
+        yield Direct(megatron + "router.expert_bias", bias, layers="sparse", exact=True)
+    one = "experts.local_experts.{expert}."
+    yield from _gated_mlp(megatron + one, hf + "experts.{expert}.", "sparse")
+    if mixture.shared_ffn_hidden:
+        yield from _gated_mlp(megatron + "shared_experts.", hf + "shared_experts.", "sparse")
 
 
 def _gated_mlp(megatron: str, hf: str, layers: Layers) -> tuple[Direct, ...]:

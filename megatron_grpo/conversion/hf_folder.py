@@ -5,6 +5,7 @@ whole.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import struct
@@ -16,12 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_grpo.conversion.config_json import read_model_spec
+from megatron_grpo.conversion.config_json import config_text, read_model_spec
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
 
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SAFETENSORS_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
@@ -54,7 +58,7 @@ class HfFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.spec: ModelSpec = read_model_spec(path / "config.json")
+        self.spec: ModelSpec = read_model_spec(path / CONFIG)
         found = dict(_read_headers(path))
         self.headers: Mapping[str, Header] = _checked(found, self.spec, path)
 
@@ -148,8 +152,15 @@ def _checked(found: dict[str, Header], spec: ModelSpec, path: Path) -> Mapping[s
             found=missing[:4],
             remedy="config.json (tie_word_embeddings, num_hidden_layers) must match the weights",
         )
+    beside = sum(spec.is_beside(name) for name in found)
+    if beside:
+        log.warning("%s: %d tensors of multi-token prediction are left out", path, beside)
     allowed = {*wanted, "lm_head.weight"} if spec.tied else set(wanted)
-    extra = [n for n in found if n not in allowed and not n.endswith(_IGNORED_SUFFIXES)]
+    extra = [
+        name
+        for name in found
+        if name not in allowed and not name.endswith(_IGNORED_SUFFIXES) and not spec.is_beside(name)
+    ]
     if extra:
         raise CheckpointError(
             str(path),
@@ -249,7 +260,11 @@ def finish_folder(
             }
             (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for file in side_files:
-            shutil.copyfile(file, partial / file.name)
+            if file.name == CONFIG:
+                text = config_text(file.read_text(encoding="utf-8"))
+                (partial / CONFIG).write_text(text, encoding="utf-8")
+            else:
+                shutil.copyfile(file, partial / file.name)
         old = target.parent / f".{target.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():

@@ -18,17 +18,28 @@ def read_on_entry(module: nn.Module, values: Mapping[str, Callable[[], Tensor]])
     """Give a module made on the meta device its weights while it runs.
 
     Args:
-        values: name of every parameter inside the module -> what reads it.
+        values: name of every parameter (and buffer that comes from a checkpoint) inside the module
+            -> what reads it.
     """
 
     def put(which: Mapping[str, Tensor]) -> None:
         for name, tensor in which.items():
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, False))
+            path, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(path)
+            if leaf in owner._buffers:
+                owner._buffers[leaf] = tensor
+            else:
+                owner.register_parameter(leaf, nn.Parameter(tensor, False))
 
-    empty = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    if set(empty) != set(values):
-        raise ValueError(f"no weights for {sorted(set(empty) ^ set(values))}")
+    parameters = {name for name, _ in module.named_parameters()}
+    buffers = dict(module.named_buffers())
+    if not parameters <= set(values) <= parameters | set(buffers):
+        raise ValueError(f"no weights for {sorted(parameters ^ set(values))}")
+    empty = {
+        name: tensor.detach()
+        for name, tensor in (*module.named_parameters(), *buffers.items())
+        if name in values
+    }
     module.register_forward_pre_hook(lambda *_: put({n: read() for n, read in values.items()}))
     module.register_forward_hook(lambda *_: put(empty))
 
@@ -56,7 +67,7 @@ def _attach(folder: HfFolder, prefix: str, module: nn.Module) -> None:
     def reader(name: str) -> Callable[[], Tensor]:
         return lambda: _in_memory(folder, f"{prefix}.{name}").float()
 
-    read_on_entry(module, {name: reader(name) for name, _ in module.named_parameters()})
+    read_on_entry(module, {name: reader(name) for name in module.state_dict()})
 
 
 def _in_memory(folder: HfFolder, name: str) -> Tensor:

@@ -34,6 +34,13 @@ _STORED_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+# Around latent attention a norm is fused into the one product that follows it, if there is one.
+_STORED_LATENT_NAMES = {
+    f"self_attention.{letters}_layernorm.weight": (
+        f"self_attention.linear_{letters}_up_proj.layer_norm_weight"
+    )
+    for letters in ("q", "kv")
+}
 _LAYER, _EXPERT = "decoder.layers.{layer}.", "mlp.experts.local_experts.{expert}."
 
 
@@ -56,7 +63,7 @@ def locate(rule: Direct, spec: ModelSpec, layer: int, expert: int) -> Location:
     inside = rule.megatron.removeprefix(_LAYER)
     if inside == rule.megatron:
         return Location(rule.megatron, (), ())
-    inside = _STORED_NAMES.get(inside, inside)
+    inside = _stored_names(spec, layer).get(inside, inside)
     lead: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     prefix = f"decoder.layers.{layer}."
@@ -66,6 +73,14 @@ def locate(rule: Direct, spec: ModelSpec, layer: int, expert: int) -> Location:
         inside = inside.replace(_EXPERT, "mlp.experts.experts.")
         lead, shape = (*lead, expert), (*shape, len(spec.experts_of(rule)))
     return Location(prefix + inside, lead, shape)
+
+
+def _stored_names(spec: ModelSpec, layer: int) -> Mapping[str, str]:
+    if spec.latent is None:
+        return _STORED_NAMES
+    name = "pre_mlp_layernorm.weight"
+    dense = spec.mixture is None or layer in spec.mixture.dense_layers
+    return {**_STORED_LATENT_NAMES, **({name: _STORED_NAMES[name]} if dense else {})}
 
 
 def extra_states(spec: ModelSpec) -> list[str]:
@@ -108,15 +123,11 @@ class MegatronFolder:
         self._stored = read_index(path)
         self._places: dict[str, tuple[Direct, int, int, int]] = {}
         headers = {}
-        for rule in self.spec.rules():
-            if not rule.stored:
-                continue
-            for layer in self.spec.layers_of(rule):
-                for expert in self.spec.experts_of(rule):
-                    dtype = self._check(rule, layer, expert)
-                    for part, name in enumerate(rule.hf_names(layer, expert)):
-                        self._places[name] = rule, part, layer, expert
-                        headers[name] = Header(path, self.spec.hf_shape(name), dtype)
+        for rule, layer, expert in self.spec.parameters():
+            dtype = self._check(rule, layer, expert)
+            for part, name in enumerate(rule.hf_names(layer, expert)):
+                self._places[name] = rule, part, layer, expert
+                headers[name] = Header(path, self.spec.hf_shape(name), dtype)
         self.headers: Mapping[str, Header] = headers
 
     def _check(self, rule: Direct, layer: int, expert: int) -> torch.dtype:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_grpo.conversion.families import Rope
+from megatron_grpo.conversion.model_parts import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

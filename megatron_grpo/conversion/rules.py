@@ -57,6 +57,7 @@ class Direct:
         stored: False for a second copy of a tensor that another rule writes (the head of a tied
             model).
         layers: which of the model's layers have it.
+        exact: float32 whatever the weights are in, and never rounded: what is chosen hangs on it.
     """
 
     megatron: str
@@ -64,6 +65,7 @@ class Direct:
     axis: int | None = None
     stored: bool = True
     layers: Layers = "every"
+    exact: bool = False
 
     @property
     def per_expert(self) -> bool:

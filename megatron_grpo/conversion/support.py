@@ -36,6 +36,11 @@ SUPPORT = {
         ("EP", "PP", "TP with SP", "ETP"),
         ("attention_bias", "use_sliding_window"),
     ),
+    "deepseek_v3": Support(
+        "DeepSeek-V3, R1, Moonlight (in bf16)",
+        ("TP with SP", "PP", "EP", "ETP", "CP"),
+        ("attention_bias", "quantization_config", "moe_layer_freq", "norm_topk_prob", "topk_group"),
+    ),
 }
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 EVERYWHERE = (
@@ -43,5 +48,8 @@ EVERYWHERE = (
     "under the others, logits within 1e-4 of transformers in fp32.",
     f"Rope: {', '.join(ROPE_KINDS)}, both spellings; dynamic up to the trained context; partial "
     "rotary is refused.",
-    "Not supported: deepseek_v3, and any field of config.json that is not known.",
+    "deepseek_v3: layers of multi-token prediction are left out, with a warning; training leaves "
+    "the routers' biases alone; norm_topk_prob and topk_group are refused only where Megatron's "
+    "router cannot compute what transformers does.",
+    "Not supported: any field of config.json that is not known.",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_grpo.errors import CheckpointError, RolloutError
 from megatron_grpo.types import Bool, Int32
+
+# Stands for an assistant's words where only what the template writes around them is looked at.
+_MARK = "\u2042sampled\u2042"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,9 @@ class ChatTokenizer:
         Raises:
             RolloutError: the template leaves no trace of the mark or the text.
         """
-        mark = "\u2042sampled\u2042"
-        before = [Message("user", "."), Message("assistant", mark)]
+        before = [Message("user", "."), Message("assistant", _MARK)]
         rendered = self.render([*before, Message(role, text)])
-        _, found, after = rendered.rpartition(mark)
+        _, found, after = rendered.rpartition(_MARK)
         if not found or text.strip() not in after:
             raise RolloutError(
                 "chat template",
@@ -106,7 +109,7 @@ class ChatTokenizer:
         if self._tokenizer.chat_template is None:
             ids = self._encode(f"\n{text}\n")
         # The policy sampled the end of its turn itself.
-        return np.array(ids[1:] if ids[:1] == [self._eos_id] else ids, np.int32)
+        return np.array(ids[1:] if ids[:1] == [self._turn_end] else ids, np.int32)
 
     def encode_dialogue(
         self, messages: Sequence[Message], *, last_only: bool = False
@@ -152,13 +155,28 @@ class ChatTokenizer:
             written = answered
         return np.array(ids, np.int32), np.array(mask, np.bool_)
 
+    @cached_property
+    def _turn_end(self) -> int | None:
+        """The token with which the template ends an assistant's turn: the first special one behind
+        its words. Many models have another end of sequence (<|eot_id|>, <end_of_turn>). None where
+        the template ends no turn, or there is none.
+        """
+        if self._tokenizer.chat_template is None:
+            return None
+        turns = [Message("user", "."), Message("assistant", _MARK)]
+        after = self.render(turns, ask=False).rpartition(_MARK)[2]
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = {token for token, entry in added if entry.special}
+        special |= {int(token) for token in self._tokenizer.all_special_ids}
+        return next((token for token in self._encode(after) if token in special), None)
+
     def _end_turn(self, text: str, *, last: bool) -> tuple[list[int], list[bool]]:
         """Ids of an assistant turn; trained up to the token that ends it, not what follows."""
         ids = self._encode(text)
-        if self._eos_id in ids:
-            end = len(ids) - ids[::-1].index(self._eos_id)
+        if self._turn_end in ids:
+            end = len(ids) - ids[::-1].index(self._turn_end)
             return ids, [i < end for i in range(len(ids))]
-        if last and self._eos_id is not None:
+        if last and self._eos_id is not None and self._eos_id not in ids[-1:]:
             ids = [*ids, self._eos_id]
         return ids, [True] * len(ids)
 

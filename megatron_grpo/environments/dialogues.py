@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
@@ -16,11 +15,9 @@ import numpy as np
 from megatron_grpo.config import ChatTask, DataTask, PreferenceTask
 from megatron_grpo.config.base import Section, Value, validate
 from megatron_grpo.environments.chat import ChatTokenizer, Message
-from megatron_grpo.environments.data.tables import field, read_rows
+from megatron_grpo.environments.data.tables import field, numbered_rows
 from megatron_grpo.errors import ConfigError, RolloutError
 from megatron_grpo.types import Prompt, Reward, Rollout, RolloutGroup
-
-_SHIPPED = "shipped:"
 
 
 class MessageRow(Section):
@@ -49,13 +46,13 @@ class DataSet:
     """A task's rows, split.
 
     Attributes:
-        too_long: rows left out for their length.
+        left_out: reason -> how many rows, for reasons that there were.
         fingerprint: of every row of both splits, in order.
     """
 
     train: tuple[RolloutGroup, ...]
     heldout: tuple[RolloutGroup, ...]
-    too_long: int
+    left_out: Mapping[str, int]
     fingerprint: str
 
 
@@ -63,27 +60,55 @@ def load_data(task: ChatTask | PreferenceTask, tokenizer: ChatTokenizer) -> Data
     """Read, encode and split.
 
     Raises:
-        ConfigError: a file that cannot be read, a line that is no row, or too few rows.
+        ConfigError: a file that cannot be read, a row that is none, or too few rows.
         RolloutError: a row that the chat template cannot express.
     """
-    if isinstance(task, ChatTask):
-        groups = [_chat(*row, tokenizer) for row in _rows(task, ChatRow)]
-    else:
-        groups = [_pair(*row, tokenizer) for row in _rows(task, PreferenceRow)]
-    kept = [g for g in groups if max(r.num_tokens for r in g.rollouts) <= task.max_row_tokens]
+    kind = ChatRow if isinstance(task, ChatTask) else PreferenceRow
+    kept: list[RolloutGroup] = []
+    left_out: Counter[str] = Counter()
+    for where, row in _rows(task, kind):
+        group = None if _lacks_words(row) else _group_of(where, row, tokenizer)
+        reason = "with a turn without words" if group is None else _unusable(group, task)
+        if group is None or reason:
+            left_out[reason] += 1
+        else:
+            kept.append(group)
     if len(kept) <= task.heldout_rows:
+        lost = "".join(f", {count} {reason}" for reason, count in left_out.items())
         raise ConfigError(
             "task.heldout_rows",
-            f"leaves nothing to train on: {len(kept)} of {len(groups)} rows have at most "
-            f"{task.max_row_tokens} tokens",
+            f"leaves nothing to train on: {len(kept)} rows can be used{lost} "
+            f"(task.max_row_tokens is {task.max_row_tokens})",
             found=task.heldout_rows,
             remedy="give more rows, hold out fewer, or raise task.max_row_tokens",
         )
     random.Random(f"heldout/{task.seed}").shuffle(kept)
     heldout, train = kept[: task.heldout_rows], kept[task.heldout_rows :]
-    return DataSet(
-        tuple(train), tuple(heldout), len(groups) - len(kept), _fingerprint([heldout, train])
-    )
+    return DataSet(tuple(train), tuple(heldout), dict(left_out), _fingerprint([heldout, train]))
+
+
+def _lacks_words(row: Section) -> bool:
+    """Whether a turn that is asked or answered is blank: nothing can be learned from it."""
+    if isinstance(row, PreferenceRow):
+        said = [*_messages(row.prompt), *(Message("user", t) for t in (row.chosen, row.rejected))]
+    else:
+        assert isinstance(row, ChatRow)
+        said = _messages(row.messages)
+    return any(not m.content.strip() for m in said if m.role in ("user", "assistant"))
+
+
+def _group_of(where: str, row: Section, tokenizer: ChatTokenizer) -> RolloutGroup:
+    if isinstance(row, PreferenceRow):
+        return _pair(where, row, tokenizer)
+    return _chat(where, row, tokenizer)
+
+
+def _unusable(group: RolloutGroup, task: DataTask) -> str:
+    """Why a row is left out; "" for one that is not."""
+    if max(rollout.num_tokens for rollout in group.rollouts) > task.max_row_tokens:
+        return "too long"
+    ids = [rollout.token_ids.tolist() for rollout in group.rollouts]
+    return "whose two answers are one" if len(ids) == 2 and ids[0] == ids[1] else ""
 
 
 def _rows(task: DataTask, kind: type[Section]) -> Iterator[tuple[str, Section]]:
@@ -91,57 +116,31 @@ def _rows(task: DataTask, kind: type[Section]) -> Iterator[tuple[str, Section]]:
     if isinstance(task, ChatTask) and task.prompt is not None:
         yield from _question_rows(task)
         return
-    if not task.path.startswith(_SHIPPED) and not task.path.endswith(".jsonl"):
-        for number, values in enumerate(read_rows(task.path, task.files, "task.path")):
-            where = f"{task.path}:{number}"
-            known = {key: values[key] for key in kind.model_fields if key in values}
-            yield where, validate(kind, cast(dict[str, Value], known), where)
-        return
-    name, text = _read(task.path)
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{name}:{number}"
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(where, f"is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(where, "must be a JSON object", found=type(values).__name__)
-        yield where, validate(kind, values, where)
+    known = kind.model_fields.keys()
+    for where, row in numbered_rows(task.path, task.files, "task.path"):
+        values = {key: value for key, value in row.items() if key not in task.ignore}
+        unread = sorted(values.keys() - known)
+        if unread and known <= values.keys():
+            raise ConfigError(
+                where,
+                f"has fields beside {', '.join(known)}, which nothing reads",
+                found=", ".join(unread),
+                remedy="if that is meant, name them in task.ignore",
+            )
+        yield where, validate(kind, cast(dict[str, Value], values), where)
 
 
 def _question_rows(task: ChatTask) -> Iterator[tuple[str, Section]]:
-    """Rows of a question and an answer as dialogues; rows that lack either are left out."""
+    """Rows of a question and an answer as dialogues; what a row lacks is a turn without words."""
     system = [] if task.system_prompt is None else [("system", task.system_prompt)]
-    for number, values in enumerate(read_rows(task.path, task.files, "task.path")):
-        where = f"{task.path}:{number}"
+    for where, values in numbered_rows(task.path, task.files, "task.path"):
         turns = list(system)
         for role, key in (("user", "prompt"), ("assistant", "response")):
             path = task.prompt if key == "prompt" else task.response
             said = field(values, path or key, f"task.{key}", task.path)
             turns.append((role, said if isinstance(said, str) else ""))
-        if all(content for _, content in turns):
-            rows = [{"role": role, "content": content} for role, content in turns]
-            yield where, ChatRow.model_validate({"messages": rows})
-
-
-def _read(path: str) -> tuple[str, str]:
-    """(short name, text) of a file, or of a set that comes with the package."""
-    try:
-        if path.startswith(_SHIPPED):
-            name = path.removeprefix(_SHIPPED)
-            file = resources.files("megatron_grpo") / "data" / f"{name}.jsonl"
-            return name, file.read_text(encoding="utf-8")
-        file = Path(path).expanduser()
-        return file.name, file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "task.path",
-            f"cannot be read: {error}",
-            found=path,
-            remedy="give a JSON lines file, shipped:chats or shipped:preferences",
-        ) from error
+        rows = [{"role": role, "content": content} for role, content in turns]
+        yield where, ChatRow.model_validate({"messages": rows})
 
 
 def _chat(row_id: str, row: Section, tokenizer: ChatTokenizer) -> RolloutGroup:
@@ -150,8 +149,7 @@ def _chat(row_id: str, row: Section, tokenizer: ChatTokenizer) -> RolloutGroup:
     return _group(row_id, tokenizer, messages, [(messages, 0.0)], last_only=False)
 
 
-def _pair(row_id: str, row: Section, tokenizer: ChatTokenizer) -> RolloutGroup:
-    assert isinstance(row, PreferenceRow)
+def _pair(row_id: str, row: PreferenceRow, tokenizer: ChatTokenizer) -> RolloutGroup:
     prompt = _messages(row.prompt)
     answers = [
         ([*prompt, Message("assistant", text)], reward)

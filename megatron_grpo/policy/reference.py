@@ -33,7 +33,6 @@ from megatron_grpo.errors import CheckpointError, PolicyError
 from megatron_grpo.policy.reference_checkpoint import (
     copy_state,
     export_hugging_face,
-    identity_of,
     load_state,
     save_state,
 )
@@ -66,7 +65,6 @@ class ReferencePolicy:
         self._frozen: PreTrainedModel | None = None
         if frozen is not None:
             self._frozen = load_model(frozen, attention).requires_grad_(False)
-        self._frozen_identity = identity_of(self._frozen)
         self._folder = folder
         self._config = config
         self._sender = sender
@@ -126,6 +124,10 @@ class ReferencePolicy:
         self._steps += 1
         return UpdateStats(norm, rate, time.monotonic() - start)
 
+    def reset_optimizer(self) -> None:
+        self._optimizers = make_optimizers(self.model, self._config.optimizer)
+        self._steps = 0
+
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
         return self._logprobs(self.model, batch)
 
@@ -151,11 +153,11 @@ class ReferencePolicy:
                 "gradients have accumulated that a checkpoint does not hold",
                 remedy="save after optimizer_step",
             )
-        copy = copy_state(self.model, self._optimizers, self._steps, self._frozen_identity)
+        copy = copy_state(self.model, self._optimizers, self._steps)
         return self._writer.submit(save_state, folder, copy)
 
     def load(self, folder: Path) -> None:
-        self._steps = load_state(folder, self.model, self._optimizers, self._frozen_identity)
+        self._steps = load_state(folder, self.model, self._optimizers)
         self._zero_gradients()
 
     def close(self) -> None:

@@ -2,13 +2,12 @@
 
 weights.safetensors     parameters, fp32, Hugging Face names, tied ones once
 optimizer.safetensors   <name>/<state of its optimizer>
-state.json              format, finished optimizer steps, identity of the frozen model; written
-                        last, so its presence means whole
+state.json              format, finished optimizer steps; written last, so its presence means
+                        whole
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -29,17 +28,6 @@ _FORMAT = 2
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
-def identity_of(model: PreTrainedModel | None) -> str:
-    """Digest of every name and value of a model; "" for none."""
-    if model is None:
-        return ""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class StateCopy:
     """What a checkpoint holds, apart from the tensors that training goes on with."""
@@ -47,16 +35,13 @@ class StateCopy:
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
     steps: int
-    frozen: str
 
 
-def copy_state(
-    model: PreTrainedModel, optimizers: Sequence[Optimizer], steps: int, frozen: str = ""
-) -> StateCopy:
+def copy_state(model: PreTrainedModel, optimizers: Sequence[Optimizer], steps: int) -> StateCopy:
     """Everything that `load_state` needs to go on exactly."""
     weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
     moments = {name: _copy(value) for name, value in saved_moments(model, optimizers).items()}
-    return StateCopy(weights, moments, steps, frozen)
+    return StateCopy(weights, moments, steps)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -74,22 +59,19 @@ def save_state(folder: Path, copy: StateCopy) -> None:
         (folder / "state.json").unlink(missing_ok=True)
         save_file(copy.weights, folder / "weights.safetensors")
         save_file(copy.moments, folder / "optimizer.safetensors")
-        written = {"format": _FORMAT, "optimizer_steps": copy.steps, "frozen": copy.frozen}
+        written = {"format": _FORMAT, "optimizer_steps": copy.steps}
         (folder / "state.json").write_text(json.dumps(written), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(str(folder), f"cannot be written: {error}") from error
 
 
-def load_state(
-    folder: Path, model: PreTrainedModel, optimizers: Sequence[Optimizer], frozen: str = ""
-) -> int:
+def load_state(folder: Path, model: PreTrainedModel, optimizers: Sequence[Optimizer]) -> int:
     """Fill model and optimizer from `save_state`'s files; returns the finished optimizer steps.
 
     Nothing is changed unless everything fits.
 
     Raises:
-        CheckpointError: files are missing, unreadable or of another model, or the frozen model is
-            another than the one of the run that was saved.
+        CheckpointError: files are missing, unreadable or of another model.
     """
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -105,14 +87,6 @@ def load_state(
             f"is not of format {_FORMAT}",
             found=state,
             remedy="load it with the release that wrote it",
-        )
-    # A run may take up a KL term or drop it from one stage to the next.
-    if frozen and state.get("frozen") not in ("", frozen):
-        raise CheckpointError(
-            str(folder / "state.json"),
-            "was trained beside another frozen reference model",
-            found=state.get("frozen"),
-            remedy=f"resume with the same one, not {frozen}",
         )
     parameters = dict(model.named_parameters())
     expected = {name: p.shape for name, p in parameters.items()}

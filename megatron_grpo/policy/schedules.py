@@ -13,7 +13,8 @@ def learning_rate_at(step: int, config: OptimizerConfig) -> float:
     Warm-up is linear and its first step already moves: step s of w uses (s + 1) / w of the peak.
     A decaying schedule then falls from the peak at s = w to min_learning_rate at s = decay_steps,
     so that a run of decay_steps steps spends none at the minimum. Warm-up, stable, decay (wsd;
-    arXiv:2404.06395, section 4) holds the peak for stable_steps before it falls, linearly here.
+    arXiv:2404.06395) holds the peak for stable_steps before it falls: linearly, where the paper's
+    falls exponentially.
 
     >>> c = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_steps=2, decay_steps=6)
     >>> [learning_rate_at(step, c) for step in range(8)]

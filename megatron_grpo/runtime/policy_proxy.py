@@ -81,6 +81,9 @@ class RayPolicy:
     def optimizer_step(self) -> UpdateStats:
         return cast(UpdateStats, self._all("optimizer_step")[0])
 
+    def reset_optimizer(self) -> None:
+        self._all("reset_optimizer")
+
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
         return self._score("logprobs", batch)
 

@@ -147,6 +147,9 @@ class ColocatedPolicy:
         self._turns.train()
         return self._policy.optimizer_step()
 
+    def reset_optimizer(self) -> None:
+        self._policy.reset_optimizer()
+
     def logprobs(self, batch: TrainBatch) -> list[Float32]:
         self._turns.train()
         return self._policy.logprobs(batch)

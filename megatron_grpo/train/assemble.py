@@ -25,6 +25,7 @@ from megatron_grpo.train.backends import cluster_backends, policy_alone, referen
 from megatron_grpo.train.data_summary import (
     DataSummary,
     print_data_summary,
+    said_left_out,
     summarize_data,
     write_data_summary,
 )
@@ -34,7 +35,7 @@ from megatron_grpo.train.loop import Run, train
 from megatron_grpo.train.metrics import Phases
 from megatron_grpo.train.reference_scores import ReferenceScorer
 from megatron_grpo.train.resume import open_records, restore
-from megatron_grpo.train.run_folder import RunFolder, open_run
+from megatron_grpo.train.run_folder import MODEL_FOLDER, RunFolder, open_run
 from megatron_grpo.train.saver import Saver
 from megatron_grpo.train.signals import StopRequest, stop_on_signals
 from megatron_grpo.train.stages import run_in_stages
@@ -68,12 +69,11 @@ def run_training(
     """
     console = console or Console()
     if config.stages:
+        check_stage_folders(config)
         return run_in_stages(
             config, console, run_training, fresh=fresh, accept_changes=accept_changes
         )
-    check_model_folder(config.model.folder)
-    if config.reference_folder is not None:
-        check_model_folder(config.reference_folder, "algorithm.reference_path")
+    check_folders(config)
     opened = open_run(config, console.print, fresh=fresh, accept_changes=accept_changes)
     with stop_on_signals() as stop, opened as folder:
         if folder.finished:
@@ -110,7 +110,7 @@ def run_sampled(
         setup_s = time.perf_counter() - started
         records = train(run)
         with run.phases("export"):
-            policy.export(folder.path / "model")
+            policy.export(folder.path / MODEL_FOLDER)
         gpu = config.cluster.gpus_per_rank > 0
         dtypes = tuple(resolve_dtype(b.dtype, gpu=gpu) for b in (config.policy, config.engines))
         summary = summarize(
@@ -143,7 +143,7 @@ def run_on_data(
     with ExitStack() as stack:
         console.print(
             f"[bold]{config.name}[/bold]: starting {config.policy.type}; {len(data.train)} rows, "
-            f"{len(data.heldout)} held out, {data.too_long} too long"
+            f"{len(data.heldout)} held out{said_left_out(data.left_out)}"
         )
         policy = stack.enter_context(policy_alone(config))
         saver = open_saver(config, folder, policy, stop, stack)
@@ -152,12 +152,13 @@ def run_on_data(
         restore(run, folder, console, accept=accept)
         records = train(run)
         with run.phases("export"):
-            policy.export(folder.path / "model")
+            policy.export(folder.path / MODEL_FOLDER)
         summary = summarize_data(
             config,
             policy.layout,
             resolve_dtype(config.policy.dtype, gpu=config.cluster.gpus_per_rank > 0),
-            (len(data.train), data.too_long),
+            len(data.train),
+            data.left_out,
             records,
             evaluator.results,
             time.perf_counter() - started,
@@ -259,6 +260,32 @@ def build_grpo(config: RunConfig) -> Algorithm:
     if config.algorithm.type != "grpo":
         raise ConfigError("algorithm.type", "does not learn from samples")
     return Grpo(config.algorithm, config.sampling.temperature, config.sampling.max_new_tokens)
+
+
+def check_stage_folders(config: RunConfig) -> None:
+    """Those of every stage, so that none is found missing after days."""
+    for stage, resolved in zip(config.stages, config.stage_configs(), strict=True):
+        try:
+            check_folders(resolved, renewed=stage.renew_reference)
+        except ConfigError as error:
+            where = f"stage {stage.name}: {error.where}"
+            raise ConfigError(
+                where, error.problem, found=error.found, remedy=error.remedy
+            ) from error
+
+
+def check_folders(config: RunConfig, *, renewed: bool = False) -> None:
+    """Models that the run reads: the policy's first weights, and the frozen one's.
+
+    Args:
+        renewed: the frozen one is made by the run itself, when its stage begins.
+
+    Raises:
+        ConfigError: one of them is no model folder.
+    """
+    check_model_folder(config.model.folder)
+    if config.reference_folder is not None and not renewed:
+        check_model_folder(config.reference_folder, "algorithm.reference_path")
 
 
 def check_model_folder(folder: Path, key: str = "model.path") -> None:

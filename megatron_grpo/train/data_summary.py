@@ -27,7 +27,7 @@ class DataSummary:
     seed: int
     steps: int
     rows: int
-    rows_too_long: int
+    rows_left_out: Mapping[str, int]
     heldout_rows: int
     heldout_loss_before: float
     heldout_loss_after: float
@@ -43,7 +43,8 @@ def summarize_data(
     config: RunConfig,
     layout: str,
     dtype: str,
-    rows: tuple[int, int],
+    rows: int,
+    left_out: Mapping[str, int],
     records: Sequence[StepRecord],
     evaluations: Sequence[HeldoutLoss],
     wall_s: float,
@@ -52,7 +53,8 @@ def summarize_data(
     """Combine the records of a finished run.
 
     Args:
-        rows: for training, and left out for their length.
+        rows: for training.
+        left_out: reason -> rows that are not used.
         rest: seconds of phases outside the steps.
     """
     seconds: dict[str, float] = {}
@@ -69,8 +71,8 @@ def summarize_data(
         policy_dtype=dtype,
         seed=config.seed,
         steps=len(records),
-        rows=rows[0],
-        rows_too_long=rows[1],
+        rows=rows,
+        rows_left_out=left_out,
         heldout_rows=after.rows,
         heldout_loss_before=before.loss,
         heldout_loss_after=after.loss,
@@ -81,6 +83,16 @@ def summarize_data(
         wall_s=wall_s,
         seconds={phase: round(spent, 3) for phase, spent in seconds.items()},
     )
+
+
+def said_left_out(left_out: Mapping[str, int]) -> str:
+    """
+    >>> said_left_out({"too long": 2})
+    ', left out: 2 too long'
+    """
+    if not left_out:
+        return ""
+    return ", left out: " + ", ".join(f"{count} {reason}" for reason, count in left_out.items())
 
 
 def write_data_summary(summary: DataSummary, path: Path) -> None:
@@ -100,6 +112,6 @@ def print_data_summary(summary: DataSummary, console: Console, folder: Path) -> 
     console.print(table)
     console.print(
         f"trained {summary.trained_tokens_per_s:.0f} tokens/s; {summary.wall_s:.0f} s in all; "
-        f"{summary.rows} training rows, {summary.rows_too_long} left out for their length"
+        f"{summary.rows} training rows{said_left_out(summary.rows_left_out)}"
     )
     console.print(f"everything is in [bold]{folder}[/bold]")

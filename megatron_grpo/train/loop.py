@@ -120,6 +120,7 @@ def one_step(run: Run, step: int) -> StepRecord:
     before = state_of(run, step - 1)
     with run.phases("generate"):
         groups = next_groups(run, before)
+    begin_anew_if_due(run, step)
     groups, batch, stats, update = train_on(run, groups)
     evaluated = publish(run, version=step)
     with run.phases("store"):
@@ -132,6 +133,15 @@ def one_step(run: Run, step: int) -> StepRecord:
     with run.phases("checkpoint"):
         run.saver.after_step(state_of(run, step), {**record.metrics, **evaluated})
     return record
+
+
+def begin_anew_if_due(run: Learns, step: int) -> None:
+    """Just before the first update of a stage that asks for it, so that every checkpoint at the end
+    of the stage before, and every replay from one, comes past here.
+    """
+    stage = run.config.stage
+    if stage is not None and stage.reset_optimizer and stage.after == step - 1:
+        run.policy.reset_optimizer()
 
 
 def train_on(

@@ -146,9 +146,18 @@ def step_record(
         "padding_fraction": 1.0 - batch.num_tokens / batch.padded_tokens,
         **failures(groups),
     }
+    if sampled:
+        metrics["turns_mean"] = _turns_mean(groups)
     for age, count in enumerate(np.bincount(ages)):
         metrics[f"staleness/{age}"] = count / len(ages)
     return StepRecord(step, metrics, dict(seconds), generated, batch.num_tokens)
+
+
+def _turns_mean(groups: Sequence[RolloutGroup]) -> float:
+    """Stretches of sampled tokens per rollout: 1 without a tool or another partner."""
+    masks = [rollout.loss_mask for group in groups for rollout in group.rollouts]
+    begins = sum(int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum()) for mask in masks)
+    return begins / len(masks)
 
 
 def _ages(version: int, groups: Sequence[RolloutGroup]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from megatron_grpo.rollouts.zarr_store import ZarrStore
 from megatron_grpo.train.assemble import build_grpo
 from megatron_grpo.train.backends import policy_alone
 from megatron_grpo.train.checkpoints import Checkpoint, list_checkpoints, problem_of
-from megatron_grpo.train.loop import train_on
+from megatron_grpo.train.loop import begin_anew_if_due, train_on
 from megatron_grpo.train.metrics import METRICS_FILE, Phases
 from megatron_grpo.train.records import StepRecord, read_records
 from megatron_grpo.train.reference_scores import ReferenceScorer
@@ -150,6 +150,7 @@ def _algorithm(config: RunConfig) -> Algorithm:
 
 
 def _again(learner: _Learner, source: StoredSource, record: StepRecord) -> ReplayedStep:
+    begin_anew_if_due(learner, record.step)
     _, batch, stats, update = train_on(learner, source.next_groups())
     now = {
         "loss": stats.loss,

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_grpo.config import RunConfig, dump_config, load_config
-from megatron_grpo.config.checkpoint import differences
+from megatron_grpo.config.checkpoint import carried, differences
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.train.checkpoints import (
     Checkpoint,
@@ -29,6 +29,8 @@ from megatron_grpo.train.checkpoints import (
 from megatron_grpo.train.saver import Origin, RunState, read_run_state
 
 CONFIG_FILE = "config.yaml"
+MODEL_FOLDER = "model"
+CHECKPOINTS = "checkpoints"
 _LOCK_FILE = ".lock"
 _PACKAGES = (
     "megatron-grpo",
@@ -68,7 +70,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def steps_done(self) -> int:
@@ -93,7 +95,7 @@ def open_run(
         CheckpointError: there are checkpoints, and none of them is intact.
     """
     path = config.folder
-    if (path / CONFIG_FILE).exists() and (fresh or not _has_checkpoint(path / "checkpoints")):
+    if (path / CONFIG_FILE).exists() and (fresh or not _has_checkpoint(path / CHECKPOINTS)):
         with _locked(path):
             aside = _move_aside(path)
         say(f"an earlier run was moved to {aside}")
@@ -155,14 +157,21 @@ def _resume(
     *,
     accept_changes: bool,
 ) -> Resumed | None:
-    checkpoint = newest_whole(path / "checkpoints", say)
+    checkpoint = newest_whole(path / CHECKPOINTS, say)
     if checkpoint is None:
         return None
     state, before = read_run_state(checkpoint)
-    changes = differences(
-        load_config(checkpoint.folder / CONFIG_FILE).model_dump(mode="json"),
-        config.model_dump(mode="json"),
-    )
+    saved = load_config(checkpoint.folder / CONFIG_FILE)
+    for key, (was, now) in carried(saved, config).items():
+        if was != now:
+            raise ConfigError(
+                str(path),
+                f"holds a run whose saved state no other {key} can take up: it was {was!r}",
+                found=now,
+                remedy="undo that, start anew in another folder with name=... (from this run's "
+                "model with model.path=...), or move the run aside with --fresh",
+            )
+    changes = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
     if before.model != origin.model:
         changes.append("model.path: holds another model")
     if before.reference != origin.reference:
@@ -180,7 +189,7 @@ def _resume(
         old, new = before.versions.get(name), origin.versions.get(name)
         if old != new:
             say(f"{name} was {old} and is {new}: numbers may differ from an uninterrupted run")
-    for later in list_checkpoints(path / "checkpoints"):
+    for later in list_checkpoints(path / CHECKPOINTS):
         if later.step > state.step:  # not intact, and soon not of this run's history either
             remove_checkpoint(later.folder)
     return Resumed(checkpoint, state)

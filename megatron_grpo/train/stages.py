@@ -12,7 +12,10 @@ from rich.console import Console
 
 from megatron_grpo.config import RunConfig, load_config
 from megatron_grpo.config.checkpoint import differences
+from megatron_grpo.config.stages import REFERENCE_FOLDER
+from megatron_grpo.errors import ConfigError
 from megatron_grpo.train.checkpoints import Checkpoint, newest_whole
+from megatron_grpo.train.run_folder import MODEL_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,13 @@ def plan_stages(config: RunConfig, newest: Checkpoint | None) -> StagePlan:
     stages = list(zip(config.stage_configs(), (stage.name for stage in config.stages)))
     left = [index for index, (stage, _) in enumerate(stages) if stage.steps > done]
     first = left[0] if left else len(stages) - 1
+    begins = first > 0 and stages[first - 1][0].steps == done
+    if begins and _lacks_reference(config, first):
+        # The stage before was stopped between its last checkpoint and its model: it ends first.
+        first, begins = first - 1, False
     moves_on = (
-        newest is not None
-        and first > 0
-        and stages[first - 1][0].steps == done
+        begins
+        and newest is not None
         and not _changed(newest.folder / "config.yaml", stages[first - 1][0])
     )
     return StagePlan(
@@ -53,6 +59,34 @@ def plan_stages(config: RunConfig, newest: Checkpoint | None) -> StagePlan:
         tuple(name for _, name in stages[first:]),
         moves_on,
     )
+
+
+def _lacks_reference(config: RunConfig, stage: int) -> bool:
+    return config.stages[stage].renew_reference and not _reference_of(config, stage).is_dir()
+
+
+def _reference_of(config: RunConfig, stage: int) -> Path:
+    return config.folder / REFERENCE_FOLDER / config.stages[stage].name
+
+
+def _keep_reference(config: RunConfig, stage: int, *, begins: bool) -> None:
+    """Before a stage that asks for it: the model of the stage before becomes its frozen one.
+
+    Raises:
+        ConfigError: the stage is under way beside another one.
+    """
+    if not _lacks_reference(config, stage):
+        return
+    kept = _reference_of(config, stage)
+    if not begins:
+        raise ConfigError(
+            f"stage {config.stages[stage].name}: renew_reference",
+            "the stage is under way, and its first model was not kept",
+            found=str(kept),
+            remedy="remove it, or name a folder with algorithm.reference_path",
+        )
+    kept.parent.mkdir(exist_ok=True)
+    (config.folder / MODEL_FOLDER).rename(kept)
 
 
 def _changed(saved: Path, now: RunConfig) -> bool:
@@ -86,7 +120,9 @@ def run_in_stages(
     newest = None if fresh else newest_whole(config.folder / "checkpoints", console.print)
     plan = plan_stages(config, newest)
     results: list[ResultT] = []
+    started = len(config.stages) - len(plan.configs)
     for place, (stage, name) in enumerate(zip(plan.configs, plan.names)):
+        _keep_reference(config, started + place, begins=place > 0)
         console.print(f"stage [bold]{name}[/bold]: to step {stage.steps} of {config.steps}")
         going_on = plan.moves_on or place > 0
         results.append(

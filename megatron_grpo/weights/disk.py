@@ -4,8 +4,10 @@
     FOLDER/7/complete                 written by rank 0, last, when every rank's file is there
 
 A version without its marker does not exist for a reader. An engine that comes late, or comes back,
-takes the newest complete version (`latest`); nobody waits for it. Every slice carries the checksum
-of what was written, and what an engine then holds is compared with their sums.
+takes the newest complete version (`latest`) when it joins; nobody waits for it. A run begins with
+an empty folder (`clear`): what an interrupted one left may have numbers that come again. Every
+slice carries the checksum of what was written, and what an engine then holds is compared with their
+sums.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from megatron_grpo.errors import WeightExchangeError
 from megatron_grpo.protocols import PushReport
 from megatron_grpo.weights.checksums import checksum
 from megatron_grpo.weights.exchange import Exchange, policy_name, worker_name
+from megatron_grpo.weights.layouts import exact_names
 from megatron_grpo.weights.parts import PartTensor
 from megatron_grpo.weights.plan import Plan, Transfer
 from megatron_grpo.weights.proof import check_held
@@ -45,6 +48,23 @@ def latest(folder: Path) -> int | None:
         whole = [v for v in versions if (folder / str(v) / MARKER).is_file()]
         return max(whole, default=None)
     return None
+
+
+def clear(folder: Path) -> None:
+    """Forget all versions. Before anybody joins: readers take a complete version as they find it.
+
+    Raises:
+        WeightExchangeError: something cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        try:
+            shutil.rmtree(folder)
+        except PermissionError as error:
+            raise WeightExchangeError(
+                str(folder),
+                f"weights of an earlier run cannot be removed: {error}",
+                remedy="remove the folder, or give the run another name",
+            ) from error
 
 
 class DiskSender:
@@ -115,7 +135,8 @@ class DiskSender:
             count = transfer.stop - transfer.start
             part = part.narrow(tensor.axis or 0, transfer.start - low, count)
             key = _key(transfer)
-            slices[key] = part.to("cpu", dtype).contiguous()
+            kind = torch.float32 if tensor.exact else dtype
+            slices[key] = part.to("cpu", kind).contiguous()
             sums[key] = json.dumps(checksum(slices[key]).tolist())
         return slices, sums
 
@@ -199,7 +220,8 @@ class DiskReceiver:
         """Compare what is held with what was written; see CollectiveReceiver.confirm."""
         if self._exchange.verify != "never":
             dtype = torch_dtype(self._exchange.dtype)
-            check_held(self._name, self._expected, frozenset(), held, dtype)
+            exact = exact_names(self._plan.tensors)
+            check_held(self._name, self._expected, frozenset(), held, dtype, exact)
 
     def fail(self, cause: str) -> None:
         """Nobody waits for a reader."""

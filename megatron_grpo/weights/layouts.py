@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -19,6 +20,8 @@ from megatron_grpo.config import ParallelConfig, VllmGeneratorConfig
 ENGINE_VOCABULARY_MULTIPLE = 64
 # Megatron's multiple, times its tensor-parallel size.
 POLICY_VOCABULARY_MULTIPLE = 128
+
+EXACT_ITEM_BYTES = 4
 
 Place = Literal["embedding", "layer", "last"]
 
@@ -37,6 +40,7 @@ class PlannedTensor:
         vocabulary: its rows are the vocabulary, which both sides pad.
         heads: key-value heads along the axis where engines may hold one twice; 0 elsewhere.
         tied: an embedding that is the head too: the last stage has a copy.
+        exact: travels in float32, whatever the others are cast to.
     """
 
     name: str
@@ -48,6 +52,7 @@ class PlannedTensor:
     vocabulary: bool = False
     heads: int = 0
     tied: bool = False
+    exact: bool = False
 
     @property
     def extent(self) -> int:
@@ -58,6 +63,14 @@ class PlannedTensor:
     def index_elements(self) -> int:
         """Elements at one index along the axis."""
         return math.prod(self.shape) // max(1, self.extent)
+
+    def index_bytes(self, item_bytes: int) -> int:
+        """Bytes at one index along the axis, where elements are cast to `item_bytes` each."""
+        return self.index_elements * (EXACT_ITEM_BYTES if self.exact else item_bytes)
+
+
+def exact_names(tensors: Iterable[PlannedTensor]) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in tensors if tensor.exact)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Plan:
     """All transfers of a push.
 
     Attributes:
-        item_bytes: of one element after the cast to the engines' dtype.
+        item_bytes: of one element after the cast to the engines' dtype, unless it is exact.
         dests: places inside an engine, see FleetLayout.members.
         transfers: ordered by tensor.
     """
@@ -71,7 +71,7 @@ class Plan:
 
     def bytes_of(self, transfer: Transfer) -> int:
         tensor = self.tensors[transfer.tensor]
-        return (transfer.stop - transfer.start) * tensor.index_elements * self.item_bytes
+        return (transfer.stop - transfer.start) * tensor.index_bytes(self.item_bytes)
 
     def sent_bytes(self) -> dict[int, int]:
         """By policy rank; a rank that sends nothing is left out."""
@@ -122,7 +122,7 @@ def make_plan(
     _check_unique(tensors)
     demand, dests = _cells(tensors, policy, fleet)
     near = _Nearness(policy, fleet, dests, hosts)
-    sizes = [tensor.index_elements * item_bytes for tensor in tensors]
+    sizes = [tensor.index_bytes(item_bytes) for tensor in tensors]
     load = [0.0] * policy.num_ranks
     transfers: list[Transfer] = []
     pools = [_Pool(policy.owners(*owners), cells) for owners, cells in sorted(demand.items())]

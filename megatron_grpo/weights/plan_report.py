@@ -53,7 +53,7 @@ def plan_cost(plan: Plan, link_bytes_per_s: float) -> PlanCost:
     else:
         load, bound_by = received[fullest], f"receiving of worker {fullest} of each engine"
     return PlanCost(
-        model_bytes=sum(t.extent * t.index_elements for t in plan.tensors) * plan.item_bytes,
+        model_bytes=sum(t.extent * t.index_bytes(plan.item_bytes) for t in plan.tensors),
         sent_bytes=sum(sent.values()),
         sender_bytes=sent,
         worker_bytes=received,

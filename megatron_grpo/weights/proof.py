@@ -17,6 +17,7 @@ def check_held(
     unsent: frozenset[str],
     held: Iterable[tuple[Sequence[str], Tensor]],
     dtype: torch.dtype,
+    exact: frozenset[str],
 ) -> None:
     """Compare, tensor by tensor or fused group by fused group.
 
@@ -26,6 +27,7 @@ def check_held(
         unsent: tensors left out of this push; groups of them alone are not looked at.
         held: see CollectiveReceiver.confirm.
         dtype: what was sent in. An engine may hold a wider one, which is cast back first.
+        exact: tensors that were sent in float32 instead.
 
     Raises:
         WeightExchangeError: names what differs, is missing or was never sent.
@@ -38,8 +40,10 @@ def check_held(
             continue
         if len(known) != len(names):
             problems += [f"{name} is held, but was not sent" for name in names]
-        elif not torch.equal(checksum(tensor.to(dtype)).cpu(), torch.stack(known).sum(0).cpu()):
-            problems.append(f"{' + '.join(names)} differs")
+        else:
+            as_sent = tensor.to(torch.float32 if exact.issuperset(names) else dtype)
+            if not torch.equal(checksum(as_sent).cpu(), torch.stack(known).sum(0).cpu()):
+                problems.append(f"{' + '.join(names)} differs")
     problems += [f"{name} is missing" for name in wanted]
     if problems:
         raise WeightExchangeError(

@@ -43,4 +43,5 @@ def _of_rule(rule: Direct, spec: ModelSpec) -> Iterator[PlannedTensor]:
                     # An engine may give one key-value head to several workers, never a query head.
                     heads=spec.num_kv_heads if isinstance(rule, FusedQKV) and number else 0,
                     tied=spec.tied and place == "embedding",
+                    exact=rule.exact,
                 )

@@ -1,9 +1,11 @@
 """Speed and memory of `convert` on a synthetic checkpoint, beside copying the same files.
 
-    python perf/bench/bench_convert.py FOLDER [--layers 20]
+    python perf/bench/bench_convert.py FOLDER [--layers 20] [--vocab 128256] [--json]
 
-Writes about 0.44 GB per layer and 2.1 GB for the vocabulary, three times, under FOLDER, and removes
-it again. Each part runs in a process of its own; nothing is held in memory between them.
+Writes about 0.44 GB per layer and 2.1 GB for the vocabulary, three times, in a folder of its own
+under FOLDER, and removes it again: `--layers 1 --vocab 8192` is half a GB. Each part runs in a
+process of its own; nothing is held in memory between them. Exit status 1 if a conversion has less
+than half the speed of copying, or takes more than twice the largest tensor plus 1 GiB.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +26,8 @@ import torch
 from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.conversion.hf_folder import write_shard
 
+GIB = 1 << 30
+SPEED_OF_COPYING = 0.5
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -40,7 +46,8 @@ MEASURE = """
 import resource, sys, time
 from pathlib import Path
 from rich.console import Console
-from megatron_grpo.conversion.convert import Layout, to_hugging_face, to_megatron
+from megatron_grpo.conversion.boxes import Layout
+from megatron_grpo.conversion.convert import to_hugging_face, to_megatron
 from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.conversion.megatron_folder import MegatronFolder
 what, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
@@ -54,10 +61,10 @@ print(time.monotonic() - start, peak)
 """
 
 
-def write_source(folder: Path, layers: int) -> int:
+def write_source(folder: Path, config: Mapping[str, object]) -> int:
     """Random numbers, one shard per four layers or so; the bytes written."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(config))
     spec = read_model_spec(folder / "config.json")
     block = torch.randn(1 << 24).mul_(0.02).bfloat16()
     names, weight_map, total = list(spec.hf_names()), {}, 0
@@ -94,26 +101,73 @@ def convert(what: str, source: Path, target: Path) -> tuple[float, int]:
     return float(seconds), int(peak)
 
 
+def measure(folder: Path, config: Mapping[str, object]) -> Iterator[dict[str, float | str]]:
+    """One row for each direction."""
+    total = write_source(folder / "hf", config)
+    largest = int(str(config["vocab_size"])) * int(str(config["hidden_size"])) * 2
+    for what, source, target in (("to-megatron", "hf", "m"), ("to-hf", "m", "back")):
+        # The same files, before and after: what else the machine does falls on both.
+        copies = [copy(folder / source, folder / "copy")]
+        shutil.rmtree(folder / "copy")
+        seconds, peak = convert(what, folder / source, folder / target)
+        copies.append(copy(folder / source, folder / "copy"))
+        shutil.rmtree(folder / "copy")
+        yield {
+            "what": what,
+            "model_bytes": total,
+            "largest_tensor_bytes": largest,
+            "convert_s": seconds,
+            "copy_s": statistics.mean(copies),
+            "speed_of_copying": statistics.mean(copies) / seconds,
+            "peak_bytes": peak,
+            "allowed_bytes": 2 * largest + GIB,
+        }
+        shutil.rmtree(folder / source)
+
+
+def verdicts(row: Mapping[str, float | str]) -> list[str]:
+    """What a row misses; empty if nothing."""
+    missed = []
+    if float(row["speed_of_copying"]) < SPEED_OF_COPYING:
+        missed.append("too slow")
+    if float(row["peak_bytes"]) > float(row["allowed_bytes"]):
+        missed.append("too much memory")
+    return missed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--vocab", type=int, default=CONFIG["vocab_size"])
+    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    folder, gib = arguments.folder, 1 << 30
+    folder = arguments.folder / "bench_convert"
+    config = {
+        **CONFIG,
+        "num_hidden_layers": arguments.layers,
+        "vocab_size": arguments.vocab,
+    }
+    rows = []
     try:
-        total = write_source(folder / "hf", arguments.layers)
-        largest = CONFIG["vocab_size"] * CONFIG["hidden_size"] * 2
-        print(f"{total / gib:.2f} GiB, largest tensor {largest / gib:.2f} GiB")
-        for what, source, target in (("to-megatron", "hf", "m"), ("to-hf", "m", "back")):
-            copied_s = copy(folder / source, folder / "copy")
-            shutil.rmtree(folder / "copy")
-            seconds, peak = convert(what, folder / source, folder / target)
-            speed = f"{seconds:.1f} s, {copied_s / seconds:.2f} of the speed of copying"
-            memory = f"peak {peak / gib:.2f} GiB of {2 * largest / gib + 1:.2f} GiB allowed"
-            print(f"{what}: {speed} ({copied_s:.1f} s); {memory}", flush=True)
-            shutil.rmtree(folder / source)
+        for row in measure(folder, config):
+            rows.append({**row, "missed": verdicts(row)})
+            if not arguments.json:
+                print(
+                    f"{row['what']}: {float(row['model_bytes']) / GIB:.2f} GiB in "
+                    f"{row['convert_s']:.1f} s, {row['speed_of_copying']:.2f} of the speed of "
+                    f"copying ({row['copy_s']:.1f} s; at least {SPEED_OF_COPYING}); peak "
+                    f"{float(row['peak_bytes']) / GIB:.2f} GiB of "
+                    f"{float(row['allowed_bytes']) / GIB:.2f} GiB allowed: "
+                    f"{', '.join(verdicts(row)) or 'ok'}",
+                    flush=True,
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if arguments.json:
+        print(json.dumps(rows))
+    if any(row["missed"] for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

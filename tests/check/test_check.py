@@ -217,9 +217,10 @@ def test_a_model_folder_that_does_not_agree_with_itself_is_found(tmp_path, model
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ('{"messages": []}\n[1]\n', "line 2"),
+        ('{"messages": []}\n[1]\n', "rows.jsonl:2 must be a JSON object"),
         ('{"message": []}\n', "has no messages"),
-        ("nonsense\n", "is no JSON"),
+        ("nonsense\n", "rows.jsonl:1 is not JSON"),
+        ('{"messages": [], "tools": 1}\n', "nothing reads ['tools']"),
         ('{"messages": []}\n', "leaves nothing to train on of 1 rows"),
     ],
 )
@@ -348,3 +349,17 @@ def test_500_mutated_configs_are_answered_in_one_of_three_ways_within_two_second
             answers["problems" if report.exit_code else "ok"] += 1
         assert time.process_time() - started < 2.0, text
     assert min(answers.values()) > 5, answers
+
+
+def test_a_frozen_model_of_a_later_stage_is_looked_at_before_the_first(model, tmp_path):
+    other = save_toy_tokenizer(save_tiny(tmp_path / "other", "qwen3", num_hidden_layers=3))
+    stages = [
+        {"name": "a", "steps": 1},
+        {"name": "b", "steps": 1, "algorithm": {"kl_coefficient": 0.1}, "renew_reference": True},
+        {"name": "c", "steps": 1, "algorithm": {"kl_coefficient": 0.1}},
+    ]
+    for path, text in ((other, "its num_layers is 3, the policy's 2"), ("/no", "no config.json")):
+        stages[2]["algorithm"]["reference_path"] = str(path)
+        found = problems(check(tmp_path, {**values(model), "stages": stages}))
+        assert text in found["stage c: algorithm.reference_path"]
+        assert len(found) == 1

@@ -44,7 +44,6 @@ def test_every_preset_is_legal_and_survives_a_dump(preset):
             {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_gradient": "plain"},
             "gradient of exactly 0",
         ),
-        ({"reference_path": "/models/x"}, "used by the KL term only"),
         ({"overlong_buffer": 0.0}, "overlong_buffer"),
     ],
 )

@@ -42,6 +42,8 @@ def test_the_deepscaler_recipe_is_the_published_one_stage_by_stage():
         assert (stage.sampling.temperature, stage.sampling.top_p) == (1.0, 1.0)
         # Four GPUs train and four generate.
         assert stage.policy.parallel.world_size == stage.generator.engines == 4
+    frozen = [stage.reference_folder for stage in config.stage_configs()]
+    assert frozen == [None, *(config.folder / "reference" / name for name in ("16k", "24k"))]
     assert config.evaluation.samples == 16
     assert [*config.task.heldout] == ["aime24"] and [*config.task.train] == ["deepscaler"]
 
@@ -54,7 +56,8 @@ def test_the_rehearsal_is_the_recipe_with_shorter_stages_and_a_layout_change_at_
     assert layouts[0] != layouts[1] != layouts[2]
     real = load_config(RECIPE).stage_configs()
     for one, other in zip(stages, real):
-        assert one.algorithm == other.algorithm
+        where = {"reference_path"}  # in the run's own folder
+        assert one.algorithm.model_dump(exclude=where) == other.algorithm.model_dump(exclude=where)
         assert one.policy.optimizer.learning_rate == other.policy.optimizer.learning_rate
 
 
@@ -62,6 +65,19 @@ def test_a_resolved_config_with_stages_reads_back_as_it_was(tmp_path):
     config = load_config(RECIPE)
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_a_warm_up_may_be_longer_than_a_stage_but_not_than_the_run(tmp_path):
+    longer = ["policy.optimizer.warmup_steps=300"]  # the first stage has 240 steps
+    first = load_config(RECIPE, longer).stage_configs()[0]
+    assert (first.steps, first.stage.after, first.stage.of) == (240, 0, 580)
+    (tmp_path / "config.yaml").write_text(dump_config(first))
+    assert load_config(tmp_path / "config.yaml") == first
+    quickstart = CONFIGS / "quickstart.yaml"
+    with pytest.raises(ConfigError, match="is longer than the 3 optimizer steps"):
+        load_config(quickstart, ["steps=3", "policy.optimizer.warmup_steps=4"])
+    two = ["steps=2", "algorithm.updates_per_step=2", "policy.optimizer.warmup_steps=4"]
+    assert load_config(quickstart, two).policy.optimizer.warmup_steps == 4
 
 
 def test_a_run_without_stages_is_its_own_only_stage():
@@ -86,6 +102,26 @@ def test_a_run_without_stages_is_its_own_only_stage():
             "stages=[{name: a, steps: 580, policy: {parallel: {tensor: x}}}]",
             "stage a: policy.parallel.tensor",
         ),
+        (
+            "stages=[{name: a, steps: 580, reset_optimizer: true}]",
+            "stage a: reset_optimizer: the first stage has none before it",
+        ),
+        (
+            "stages=[{name: a, steps: 1}, {name: b, steps: 579, renew_reference: true}]",
+            "stage b: algorithm.reference_path: does nothing without algorithm.kl_coefficient",
+        ),
+        (
+            "stages=[{name: a, steps: 1}, {name: b, steps: 579, renew_reference: true, "
+            "algorithm: {kl_coefficient: 0.1, reference_path: /m}}]",
+            "stage b: renew_reference: contradicts the stage's algorithm.reference_path",
+        ),
+        (
+            "stages=[{name: a, steps: 540}, {name: b, steps: 40, reset_optimizer: true}]",
+            "stage b: policy.optimizer.warmup_steps: is longer than the 40 optimizer steps",
+        ),
+        ("stages=[{name: a, steps: 1}, {name: a, steps: 579}]", "stages: have a name twice"),
+        ("stages=[{name: .., steps: 580}]", "stages.0.name"),
+        ("stage={name: a, after: 1, of: 2}", "stage: is written by the run itself"),
     ],
 )
 def test_o1_a_stage_that_cannot_be_run_is_named_when_the_config_is_read(override, message):

@@ -200,6 +200,29 @@ class PolicyContract:
             assert difference.mean() < 2e-5, name
             assert difference.max() < 2e-3, name
 
+    def test_a_reset_optimizer_has_neither_moments_nor_steps_and_the_weights_it_had(
+        self, policy, oracle, folder, tmp_path
+    ):
+        self.train(policy, range(0, 2))
+        trained = self.exported(policy, tmp_path / "trained")
+        policy.reset_optimizer()
+        kept = self.exported(policy, tmp_path / "kept")
+        assert all(torch.equal(kept[name], value) for name, value in trained.items())
+        with torch.no_grad():
+            for name, parameter in oracle.weights().items():
+                parameter.copy_(trained[name])
+        for step, rate in enumerate([5e-3, 1e-2]):  # the warm-up comes again
+            batch = self.batch(policy, seed=7 + step)
+            policy.forward_backward(batch, GRPO.loss)
+            oracle.backward(batch)
+            assert policy.optimizer_step().learning_rate == pytest.approx(rate, rel=1e-9)
+            oracle.step(rate)
+        found = self.exported(policy, tmp_path / "out")
+        for name, value in oracle.weights().items():
+            difference = (found[name] - value).abs()
+            assert difference.mean() < 2e-5, name
+            assert difference.max() < 2e-3, name
+
     def test_statistics_are_means_over_all_trained_tokens(self, policy, oracle):
         batch = self.batch(policy)
         stats = policy.forward_backward(batch, GRPO.loss)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_grpo.conversion.config_json import parse_model_spec
-from megatron_grpo.conversion.families import Mixture, Rope
+from megatron_grpo.conversion.model_parts import Latent, Mixture, Rope
 from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.errors import CheckpointError
 
@@ -31,8 +31,10 @@ def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
 def test_every_fact_is_read_from_the_config(family: str) -> None:
     spec = parse_model_spec(config(family, rms_norm_eps=1e-3), "config.json")
     assert (spec.num_layers, spec.hidden, spec.ffn_hidden) == (2, 64, 128)
-    assert (spec.num_heads, spec.num_kv_heads, spec.queries_per_group) == (4, 2, 2)
-    assert spec.head_dim == {"qwen3": 32, "qwen3_moe": 32, "mistral": 24}.get(family, 16)
+    groups = 4 if family == "deepseek_v3" else 2
+    assert (spec.num_heads, spec.num_kv_heads, spec.queries_per_group) == (4, groups, 4 // groups)
+    wide = {"qwen3": 32, "qwen3_moe": 32, "mistral": 24, "deepseek_v3": 24}
+    assert spec.head_dim == wide.get(family, 16)
     assert (spec.vocab, spec.norm_eps, spec.tied, spec.dtype) == (130, 1e-3, False, "float32")
     assert spec.rope == Rope(1e6)
     assert spec.family.qkv_bias == (family == "qwen2")
@@ -63,6 +65,111 @@ def test_layers_with_experts_follow_step_and_list() -> None:
 def test_more_experts_per_token_than_experts_are_refused() -> None:
     with pytest.raises(CheckpointError, match="num_experts_per_tok: is more than the 4 experts"):
         parse_model_spec(config("qwen3_moe", num_experts_per_tok=5), "config.json")
+
+
+# What DeepSeek-V3 is published with, apart from its fp8 weights.
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_deepseek_v3_is_read_as_its_author_published_it() -> None:
+    spec = parse_model_spec(DEEPSEEK_V3, "config.json")
+    assert spec.latent == Latent(1536, 512, 128, 64, 128, interleaved=True)
+    assert spec.mixture == Mixture(
+        256, 8, 2048, True, (0, 1, 2), "sigmoid", 8, 4, scale=2.5, shared_ffn_hidden=2048
+    )
+    assert (spec.head_dim, spec.rope_dim, spec.num_kv_heads) == (192, 64, 128)
+    # 192 ** -0.5 * (0.1 * ln(40) + 1) ** 2; cosines and sines are not scaled.
+    assert spec.softmax_scale == pytest.approx(0.1352337788)
+    assert spec.rope.attention_scale == 1.0
+    # 671 billion, as published: 671.03 with the routers' biases, without multi-token prediction.
+    count = sum(torch.Size(spec.hf_shape(name)).numel() for name in spec.hf_names())
+    assert count == 671_026_419_200
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"q_lora_rank": ...}, "q_lora_rank: is missing"),
+        ({"norm_topk_prob": ...}, "norm_topk_prob: is missing"),
+        ({"routed_scaling_factor": ...}, "routed_scaling_factor: is missing"),
+        ({"first_k_dense_replace": 61}, "first_k_dense_replace: leaves none of 61 layers"),
+        ({"norm_topk_prob": False}, "norm_topk_prob: cannot be computed"),
+        ({"topk_group": 2}, "topk_group: cannot be computed.*by 4"),
+        ({"topk_group": 9}, "topk_group: is more than the 8 groups"),
+        ({"n_group": 7}, "n_group: does not divide 256"),
+        ({"num_key_value_heads": 16}, "num_key_value_heads: must be 128"),
+        ({"head_dim": 56}, "head_dim: must be 64"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: changes the mathematics"),
+        ({"scoring_func": "softmax"}, "scoring_func: changes the mathematics"),
+        ({"topk_method": "greedy"}, "topk_method: changes the mathematics"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: changes"),
+        ({"index_topk": 2048}, "index_topk: is a field we do not know"),
+    ],
+)
+def test_what_is_unlike_deepseek_v3_is_refused_by_name(changes: Any, problem: str) -> None:
+    fields = {n: value for n, value in {**DEEPSEEK_V3, **changes}.items() if value is not ...}
+    with pytest.raises(CheckpointError, match=problem):
+        parse_model_spec(fields, "config.json")
+
+
+def test_groups_that_forbid_nothing_are_none() -> None:
+    for groups, experts in ((1, 6), (8, 8)):
+        fields = {**DEEPSEEK_V3, "n_group": groups, "topk_group": groups}
+        spec = parse_model_spec({**fields, "num_experts_per_tok": experts}, "config.json")
+        assert spec.mixture and (spec.mixture.groups, spec.mixture.top_groups) == (1, 1)
 
 
 def test_mistrals_unwritten_sliding_window_is_refused() -> None:

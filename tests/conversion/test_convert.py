@@ -16,8 +16,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny import CLASSES, save_tiny
 
-from megatron_grpo.conversion import convert
-from megatron_grpo.conversion.convert import Layout, to_hugging_face, to_megatron
+from megatron_grpo.conversion import boxes, convert
+from megatron_grpo.conversion.boxes import Layout
+from megatron_grpo.conversion.convert import to_hugging_face, to_megatron
 from megatron_grpo.conversion.hf_folder import INDEX, SINGLE, HfFolder
 from megatron_grpo.conversion.megatron_folder import MegatronFolder
 from megatron_grpo.conversion.sharding import shard_of
@@ -29,7 +30,7 @@ LAYOUTS = (Layout(), Layout(2), Layout(1, 2), Layout(2, 2))
 
 
 def layouts_for(family: str) -> tuple[Layout, ...]:
-    experts = (Layout(1, 1, 2), Layout(2, 2, 2)) if family == "qwen3_moe" else ()
+    experts = (Layout(1, 1, 2), Layout(2, 2, 2)) if family in ("qwen3_moe", "deepseek_v3") else ()
     return LAYOUTS + experts
 
 
@@ -78,8 +79,8 @@ def test_every_layout_reads_every_other_layouts_files_bitwise(tmp_path: Path, fa
 
 
 def test_sizes_that_no_box_divides_survive(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(convert, "BOX_BYTES", 7 * 64 * 4)  # seven rows
-    monkeypatch.setattr(convert, "FILE_BYTES", 50_000)
+    monkeypatch.setattr(boxes, "BOX_BYTES", 7 * 64 * 4)  # seven rows
+    monkeypatch.setattr(boxes, "FILE_BYTES", 50_000)
     source = save_tiny(tmp_path / "hf", "qwen2", vocab_size=131)
     back = there_and_back(source, tmp_path, Layout(2, 2), shard_bytes=70_000)
     assert len(list((tmp_path / "megatron").glob("__*_1.distcp"))) == 4
@@ -112,6 +113,29 @@ def test_dtype_is_kept_or_cast_and_config_says_so(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_multi_token_prediction_is_left_out_and_config_says_so(tmp_path: Path, caplog: Any) -> None:
+    source = save_tiny(tmp_path / "hf", "deepseek_v3", num_mtp_layers=1)
+    model = load_file(source / SINGLE)
+    beside = {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}
+    save_file({**model, **beside}, source / SINGLE, metadata={"format": "pt"})
+    back = there_and_back(source, tmp_path, Layout(2))
+    assert "1 tensors of multi-token prediction are left out" in caplog.text
+    assert_same(weights(back), model)
+    for folder, layers in ((source, 1), (tmp_path / "megatron", 0), (back, 0)):
+        fields = json.loads((folder / "config.json").read_text())
+        assert fields["num_nextn_predict_layers"] == layers
+    HfFolder(back)
+
+
+def test_a_routers_bias_is_not_cast(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf", "deepseek_v3")
+    back = there_and_back(source, tmp_path, Layout(), dtype=torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    want = load_file(source / SINGLE)
+    assert_same(weights(back), {n: t if n == name else t.bfloat16() for n, t in want.items()})
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_c3_side_files_survive_byte_for_byte(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "hf", "llama")
     extras = {
@@ -136,7 +160,7 @@ class Interrupted(Exception):
 def test_an_interrupted_conversion_leaves_nothing_and_continues(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(convert, "FILE_BYTES", 60_000)
+    monkeypatch.setattr(boxes, "FILE_BYTES", 60_000)
     source = HfFolder(save_tiny(tmp_path / "hf", "qwen2"))
     read, calls = HfFolder.read_block, []
 
@@ -275,7 +299,8 @@ MEASURE = """
 import resource, sys, threading, time
 from pathlib import Path
 from rich.console import Console
-from megatron_grpo.conversion.convert import Layout, to_hugging_face, to_megatron
+from megatron_grpo.conversion.boxes import Layout
+from megatron_grpo.conversion.convert import to_hugging_face, to_megatron
 from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.conversion.megatron_folder import MegatronFolder
 import torch

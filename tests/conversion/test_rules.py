@@ -10,8 +10,9 @@ import pytest
 import torch
 from tiny import CLASSES, save_tiny
 
-from megatron_grpo.conversion.families import FAMILIES, ModelSpec, Rope
+from megatron_grpo.conversion.families import FAMILIES, ModelSpec
 from megatron_grpo.conversion.hf_folder import HfFolder
+from megatron_grpo.conversion.model_parts import Rope
 from megatron_grpo.conversion.rules import FusedGateUp, FusedQKV
 from megatron_grpo.conversion.sharding import join, padded_vocabulary, shard_of
 from megatron_grpo.errors import CheckpointError

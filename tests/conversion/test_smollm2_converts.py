@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.commands.convert import _TEXT
-from megatron_grpo.conversion.convert import Layout, to_hugging_face, to_megatron
+from megatron_grpo.conversion.boxes import Layout
+from megatron_grpo.conversion.convert import to_hugging_face, to_megatron
 from megatron_grpo.conversion.hf_folder import SINGLE, HfFolder
 from megatron_grpo.conversion.megatron_folder import MegatronFolder
 from megatron_grpo.conversion.smollm2 import DEFAULT_FOLDER, is_complete

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from megatron_grpo.cli import app
 from megatron_grpo.config import ParallelConfig
-from megatron_grpo.conversion.config_json import _ROPE_FIELDS, parse_model_spec
+from megatron_grpo.conversion.config_json import parse_model_spec
+from megatron_grpo.conversion.config_rope import ROPE_FIELDS
 from megatron_grpo.conversion.families import FAMILIES
 from megatron_grpo.conversion.support import ROPE_KINDS, SUPPORT
 from megatron_grpo.errors import CheckpointError
@@ -19,7 +20,7 @@ AXES = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "cont
 
 def test_the_list_names_the_families_and_rope_kinds_that_exist() -> None:
     assert set(SUPPORT) == set(FAMILIES)
-    assert set(ROPE_KINDS) == set(_ROPE_FIELDS)
+    assert set(ROPE_KINDS) == set(ROPE_FIELDS)
 
 
 @pytest.mark.parametrize("family", list(SUPPORT))
@@ -43,7 +44,8 @@ def test_every_verified_axis_is_in_a_parity_case_of_the_family(family: str) -> N
     ("family", "field"), [(f, field) for f, s in SUPPORT.items() for field in s.refused]
 )
 def test_what_is_said_to_be_refused_is(family: str, field: str) -> None:
-    value = 16 if field == "sliding_window" else True
+    values = {"sliding_window": 16, "moe_layer_freq": 2, "norm_topk_prob": False, "topk_group": 3}
+    value = values.get(field, True)
     with pytest.raises(CheckpointError, match=field):
         parse_model_spec(config(family, **{field: value}), "config.json")
 

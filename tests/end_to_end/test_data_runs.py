@@ -71,7 +71,7 @@ def test_sft_lowers_the_held_out_loss(tmp_path, model):
         f"steps: 12\ntask: {{type: chats, path: {data}, heldout_rows: 8, max_row_tokens: 32}}\n"
         "algorithm: {type: sft}\nrollouts: {groups_per_step: 14}\n",
     )
-    assert (summary.rows, summary.heldout_rows, summary.rows_too_long) == (56, 8, 0)
+    assert (summary.rows, summary.heldout_rows, summary.rows_left_out) == (56, 8, {})
     # 4 tokens of 130: 4.9 by chance; "!" and the end are certain, the letters one of 8 at worst
     assert summary.heldout_loss_before > 4.0
     assert summary.heldout_loss_after < 1.5

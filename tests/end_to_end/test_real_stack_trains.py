@@ -1,4 +1,6 @@
-"""`train` on Megatron, vLLM and Ray: three steps of a tiny random model, and what they leave."""
+"""`train` on Megatron, vLLM and Ray: three steps of a tiny random model that was converted to a
+Megatron folder, and what they leave.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from megatron_grpo.config import load_config
 from megatron_grpo.config.base import validate
 from megatron_grpo.config.run import RunConfig
+from megatron_grpo.conversion.boxes import Layout
+from megatron_grpo.conversion.convert import to_megatron
+from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.rollouts.zarr_store import ZarrStore
 from megatron_grpo.train.assemble import run_training
 
@@ -36,12 +41,14 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(model, tmp_path_factory) -> tuple[RunConfig, Path]:
+    converted = tmp_path_factory.mktemp("converted") / "megatron"
+    to_megatron(HfFolder(model), converted, Layout(), Console(quiet=True))
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     values = {
         "name": "tiny",
         "run_dir": str(folder),
         "steps": STEPS,
-        "model": {"path": str(model)},
+        "model": {"path": str(converted)},
         "task": {
             "type": "reasoning_gym",
             "name": "chain_sum",

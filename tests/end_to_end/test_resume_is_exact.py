@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from end_to_end import killed_runs
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tiny_runs import (
     groups_of,
     metrics_of,
@@ -138,6 +139,32 @@ def test_h2_changes_that_matter_are_refused_by_name_and_others_are_not(model, tm
             run_training(tiny_config(model, folder, **changes), QUIET)
     layout = {"policy": {"microbatch_tokens": 512}, "evaluation": {"every": 2}}
     run_training(tiny_config(model, folder, steps=3, **layout), QUIET)
+    assert len(rates_of(folder)) == 3
+
+
+def test_h2_another_optimizer_cannot_be_accepted_and_its_refusal_does_not_say_so(model, tmp_path):
+    folder = tmp_path / "run"
+    run_training(tiny_config(model, folder, steps=2), QUIET)
+    config = tiny_config(model, folder, policy={"optimizer": {"type": "sgd"}})
+    for accepted in (False, True):
+        with pytest.raises(ConfigError, match=r"no other policy.optimizer.type can take up") as no:
+            run_training(config, QUIET, accept_changes=accepted)
+        assert "--accept-changes" not in str(no.value)
+
+
+def test_another_frozen_model_is_refused_until_it_is_accepted(model, tmp_path):
+    folder = tmp_path / "run"
+    other = save_tiny_model(tmp_path / "other")
+    (other / "generation_config.json").write_bytes((model / "generation_config.json").read_bytes())
+    weights = load_file(other / "model.safetensors")
+    weights = {name: value * 1.5 for name, value in weights.items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    kl = {"kl_coefficient": 0.1}
+    run_training(tiny_config(model, folder, steps=2, algorithm=kl), QUIET)
+    config = tiny_config(model, folder, steps=3, algorithm={**kl, "reference_path": str(other)})
+    with pytest.raises(ConfigError, match=r"frozen reference model is another.*--accept-changes"):
+        run_training(config, QUIET)
+    run_training(config, QUIET, accept_changes=True)
     assert len(rates_of(folder)) == 3
 
 

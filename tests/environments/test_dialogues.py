@@ -92,7 +92,8 @@ def test_rows_are_split_and_long_ones_counted(tmp_path):
     lines = [chat(f"{i}?", str(i)) for i in range(6)] + ["", chat("?" * 50, "no")]
     path = chat_file(tmp_path / "c.jsonl", *lines)
     data = load_data(ChatTask(path=path, heldout_rows=2, max_row_tokens=12), toy(tmp_path / "m"))
-    assert (len(data.train), len(data.heldout), data.too_long) == (4, 2, 1)
+    assert (len(data.train), len(data.heldout)) == (4, 2)
+    assert data.left_out == {"too long": 1}
     names = sorted(group.group_id for group in (*data.train, *data.heldout))
     assert names == [f"c.jsonl:{i}" for i in range(1, 7)]
     [rollout] = data.train[0].rollouts
@@ -131,11 +132,77 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line, message):
         load_data(ChatTask(path=path, heldout_rows=1), toy(tmp_path / "m"))
 
 
+def pair(question: str, chosen: str, rejected: str) -> str:
+    prompt = [{"role": "user", "content": question}]
+    return json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+
+
+def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path):
+    tokenizer = toy(tmp_path / "m")
+    lines = [chat("1?", "2"), chat("2?", "3"), chat("3?", " \n"), chat("4?", ""), chat(" ", "5")]
+    task = ChatTask(path=chat_file(tmp_path / "c.jsonl", *lines), heldout_rows=1)
+    data = load_data(task, tokenizer)
+    assert (len(data.train), data.left_out) == (1, {"with a turn without words": 3})
+    lines = [pair("1?", "2", "3"), pair("2?", "3", "4"), pair("3?", "4", "4"), pair("4?", "", "4")]
+    task = PreferenceTask(path=chat_file(tmp_path / "p.jsonl", *lines), heldout_rows=1)
+    data = load_data(task, tokenizer)
+    expected = {"whose two answers are one": 1, "with a turn without words": 1}
+    assert (len(data.train), data.left_out) == (1, expected)
+
+
+def test_half_a_character_is_named_with_its_row(tmp_path):
+    lines = [chat("1?", "2"), chat("2?", "3").replace("3", "\\ud83d\\ude00")]  # a whole one
+    path = chat_file(tmp_path / "c.jsonl", *lines)
+    assert len(load_data(ChatTask(path=path, heldout_rows=1), toy(tmp_path / "m")).train) == 1
+    path = chat_file(tmp_path / "c.jsonl", *lines, chat("3?", "4").replace("4", "\\uD83D"))
+    with pytest.raises(ConfigError, match=r"c\.jsonl:3: holds half a character"):
+        load_data(ChatTask(path=path, heldout_rows=1), toy(tmp_path / "m"))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(chat(f"{i}?", "2") for i in "12").encode())
+    assert len(load_data(ChatTask(path=str(path), heldout_rows=1), toy(tmp_path / "m")).train) == 1
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_fields_that_nothing_reads_are_refused_in_every_kind_of_file_unless_named(tmp_path, name):
+    rows = [{**json.loads(chat(f"{i}?", "2")), "tools": "calc"} for i in range(2)]
+    if name == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        lines = "\n".join(json.dumps(row) for row in rows)
+        (tmp_path / name).write_text(lines if name == "rows.jsonl" else json.dumps(rows))
+    tokenizer = toy(tmp_path / "m")
+    where = rf"rows\.{name[5:]}:1: has fields beside messages, which nothing reads \(found 'tools'"
+    with pytest.raises(ConfigError, match=where):
+        load_data(ChatTask(path=str(tmp_path / name), heldout_rows=1), tokenizer)
+    task = ChatTask(path=str(tmp_path / name), heldout_rows=1, ignore=("tools",))
+    assert len(load_data(task, tokenizer).train) == 1
+
+
+# A turn ends with a token that is not the end of sequence, as <|eot_id|> or <end_of_turn> do.
+OTHER_END = TEMPLATE.replace("</s>", "<assistant>")
+
+
+def test_d4_what_follows_the_templates_own_end_of_turn_is_not_trained(tmp_path):
+    ids, mask = toy(tmp_path, template=OTHER_END).encode_dialogue(DIALOGUE)
+    assert ids[mask].tolist() == [*ids_of("5"), ASSISTANT, *ids_of("6"), ASSISTANT]
+    assert EOS not in ids.tolist()
+    assert ids[-1] == NEWLINE and not mask[-1]
+
+
+def test_n2_a_reply_follows_the_end_of_turn_that_the_policy_sampled(tmp_path):
+    for name, template in (("eos", TEMPLATE), ("other", OTHER_END)):
+        reply = toy(tmp_path / name, template=template).encode_reply("42", "user")
+        assert reply.tolist() == [NEWLINE, USER, *ids_of("42"), ASSISTANT]
+
+
 def test_a_missing_file_and_too_few_rows_are_refused(tmp_path):
     tokenizer = toy(tmp_path / "m")
-    with pytest.raises(ConfigError, match=r"task\.path: cannot be read"):
+    with pytest.raises(ConfigError, match=r"task\.path: does not exist"):
         load_data(ChatTask(path=str(tmp_path / "none.jsonl")), tokenizer)
-    with pytest.raises(ConfigError, match=r"cannot be read.*shipped:nothing"):
+    with pytest.raises(ConfigError, match=r"task\.path: is not shipped .*chats"):
         load_data(ChatTask(path="shipped:nothing"), tokenizer)
     path = chat_file(tmp_path / "c.jsonl", chat("1", "2"))
     with pytest.raises(ConfigError, match="leaves nothing to train on"):
@@ -171,6 +238,7 @@ def test_rows_of_a_question_and_an_answer_are_dialogues_with_the_system_prompt(t
         heldout_rows=1,
     )
     data = load_data(task, tokenizer)
+    assert data.left_out == {"with a turn without words": 1}
     assert len(data.train) == 3 and len(data.heldout) == 1
     [rollout] = [
         group.rollouts[0] for group in (*data.train, *data.heldout) if "2+1?" in group.prompt.text
@@ -189,7 +257,6 @@ def test_messages_are_read_from_parquet_as_from_json_lines(tmp_path):
                 {"role": "user", "content": f"{i}?"},
                 {"role": "assistant", "content": "yes"},
             ],
-            "source": "x",
         }
         for i in range(4)
     ]
@@ -211,6 +278,7 @@ def test_messages_are_read_from_parquet_as_from_json_lines(tmp_path):
         ({"prompt": "q"}, "response: is missing"),
         ({"response": "q"}, "prompt: is missing"),
         ({"system_prompt": "S"}, "system_prompt: has no place"),
+        ({"prompt": "q", "response": "r", "ignore": ["x"]}, "ignore: is for rows with messages"),
     ],
 )
 def test_half_a_mapping_is_refused(given, message):

@@ -95,6 +95,14 @@ EXPERTS = [
         (False, "TP2 ETP1 EP2 SP"),
         (True, "TP2 DP2 EP2 SP"),
     )
+] + [
+    ("deepseek_v3", False, "TP1", 1.0),
+    ("deepseek_v3", True, "TP2 SP", 1.0),
+    ("deepseek_v3", False, "CP2", 0.7),
+    ("deepseek_v3", True, "PP2 EP2", 1.0),
+    ("deepseek_v3", False, "TP2 PP2 SP", 1.0),
+    ("deepseek_v3", False, "TP2 ETP1 EP2 SP", 1.0),
+    ("deepseek_v3", True, "TP2 DP2 EP2 SP", 1.0),
 ]
 
 

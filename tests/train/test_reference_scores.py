@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.algorithms import Grpo
 from megatron_grpo.config import GrpoConfig, OptimizerConfig, ReferencePolicyConfig
-from megatron_grpo.errors import CheckpointError, PolicyError
+from megatron_grpo.errors import PolicyError
 from megatron_grpo.policy.reference import ReferencePolicy
 from megatron_grpo.rollouts.zarr_store import ZarrStore
 from megatron_grpo.train.reference_scores import ReferenceScorer
@@ -109,17 +109,10 @@ def test_a_policy_without_a_frozen_model_says_so(folders):
         ReferenceScorer(lonely, 1.0, remember=False).score(make_groups(num_groups=1, group_size=2))
 
 
-def test_resuming_beside_another_frozen_model_is_refused(folders, tmp_path):
-    first, second = folders
-    build(first, second).save(tmp_path / "checkpoint").result()
-    build(first, second).load(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match="another frozen reference model"):
-        build(first, first).load(tmp_path / "checkpoint")
-
-
-def test_a_stage_may_take_up_a_frozen_model_or_drop_it(folders, tmp_path):
+def test_a_stage_may_take_up_a_frozen_model_drop_it_or_take_another(folders, tmp_path):
     first, second = folders
     build(first, second).save(tmp_path / "with").result()
     build(first, None).load(tmp_path / "with")
+    build(first, first).load(tmp_path / "with")
     build(first, None).save(tmp_path / "without").result()
     build(first, second).load(tmp_path / "without")

@@ -73,5 +73,17 @@ def test_ages_are_counted_per_token():
     assert metrics["staleness_max"] == 2
 
 
+def test_turns_are_stretches_of_sampled_tokens():
+    groups = make_groups(num_groups=2, group_size=2)
+    batch = Grpo(GrpoConfig()).make_batch(groups, BatchShape())
+    for rollout in groups[0].rollouts:  # F T T T F T: two turns; the others have one
+        rollout.loss_mask[:] = True
+        rollout.loss_mask[[0, -2]] = False
+    stats, update = StepStats(0.0, {}, {}, 0.0), UpdateStats(0.0, 0.0, 0.0)
+    assert step_record(1, groups, batch, stats, update, {}).metrics["turns_mean"] == 1.5
+    on_data = step_record(1, groups, batch, stats, update, {}, sampled=False)
+    assert "turns_mean" not in on_data.metrics
+
+
 def tokens_of(groups) -> list[int]:
     return [sum(r.num_trained_tokens for r in group.rollouts) for group in groups]

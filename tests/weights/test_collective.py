@@ -15,10 +15,11 @@ from tiny import save_tiny
 from weights.exchange import CPU, WAIT_S, Ends, spec_of, state_of
 
 from megatron_grpo.errors import WeightExchangeError
-from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import host_store, join_store
+from megatron_grpo.weights.sender import CollectiveSender
 
 DENSE = {"family": "qwen2", "num_hidden_layers": 4}
 POLICIES = {
@@ -101,6 +102,24 @@ def test_weights_are_cast_once_at_the_sender(folders):
         assert sum(r.sent_bytes for r in reports) == sum(2 * t.numel() for t in state.values())
         for name, whole in state.items():
             assert torch.equal(ends.held[0][name], whole.bfloat16())
+
+
+def test_an_exact_tensor_is_not_cast(tmp_path):
+    folder = save_tiny(tmp_path, "deepseek_v3")
+    state = state_of(folder)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    policy, fleet = PolicyLayout(tensor=2, expert=2, layers=2), FleetLayout(tensor=2, layers=2)
+    with Ends(spec_of(folder), policy, fleet, dtype="bfloat16", verify="every") as ends:
+        reports = ends.push(0, state)
+        sent = sum(2 * t.numel() for t in state.values()) + 2 * state[bias].numel()
+        assert sum(r.sent_bytes for r in reports) == sent
+        for worker, held in enumerate(ends.held):
+            for name, whole in state.items():
+                part = ends.part(
+                    worker, whole if name == bias else whole.bfloat16(), ends.table[name]
+                )
+                assert part is not None and held[name].dtype == part.dtype
+                assert torch.equal(held[name].view(part.shape), part), name
 
 
 def test_frozen_tensors_are_sent_with_the_first_push_only_and_again_when_asked(folders):
@@ -312,4 +331,4 @@ def test_k1_two_hundred_pushes_leave_memory_flat(tmp_path):
             if version == 50:
                 before, threads = resident(), threading.active_count()
         assert resident() - before < 4 << 20
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # those of tests before may end

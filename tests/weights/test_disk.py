@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny import save_tiny
 from weights.exchange import CPU, spec_of, state_of
 
 from megatron_grpo.errors import WeightExchangeError
-from megatron_grpo.weights.disk import DiskReceiver, DiskSender, latest
+from megatron_grpo.weights.disk import DiskReceiver, DiskSender, clear, latest
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 from megatron_grpo.weights.parts import PartTensor
@@ -60,6 +61,17 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), "qwen2")
 
 
+def test_an_exact_tensor_is_not_cast(tmp_path):
+    disk = Disk(tmp_path / "weights", save_tiny(tmp_path / "model", "deepseek_v3"))
+    disk.exchange = replace(disk.exchange, dtype="bfloat16")
+    disk.senders = [DiskSender(disk.folder, disk.exchange, disk.spec, rank) for rank in range(4)]
+    disk.push(0)
+    held = disk.take(disk.receiver(0), 0)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(held[bias], disk.state[bias])
+    assert {t.dtype for name, t in held.items() if name != bias} == {torch.bfloat16}
+
+
 def test_a_late_engine_takes_the_newest_complete_version_bitwise(tmp_path, model):
     disk = Disk(tmp_path / "weights", model)
     assert latest(disk.folder) is None
@@ -95,6 +107,16 @@ def test_old_versions_go_and_the_last_two_stay(tmp_path, model):
     for version in range(4):
         disk.push(version)
     assert sorted(p.name for p in disk.folder.iterdir()) == ["2", "3"]
+
+
+def test_versions_of_an_earlier_run_are_forgotten(tmp_path, model):
+    disk = Disk(tmp_path / "weights", model, deadline_s=0.3)
+    disk.push(7)
+    clear(disk.folder)
+    assert latest(disk.folder) is None
+    with pytest.raises(WeightExchangeError, match="complete did not appear"):
+        next(disk.receiver(0).receive(7))
+    clear(disk.folder)  # nothing is there: nothing to do
 
 
 def test_an_engine_that_holds_something_else_is_an_error_by_name(tmp_path, model):

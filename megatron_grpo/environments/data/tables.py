@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +20,8 @@ Row = Mapping[str, object]
 
 _SHIPPED, _HUB = "shipped:", "hub:"
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+# More is not a data set but somebody's disk.
+_MOST_ENTRIES = 20_000
 
 
 def read_rows(path: str, files: str, key: str) -> Iterator[Row]:
@@ -31,9 +35,25 @@ def read_rows(path: str, files: str, key: str) -> Iterator[Row]:
     Raises:
         ConfigError: nothing there, or not readable as what its name says.
     """
-    for file in find_files(path, files, key):
+    for _, row in numbered_rows(path, files, key):
+        yield row
+
+
+def numbered_rows(path: str, files: str, key: str) -> Iterator[tuple[str, Row]]:
+    """The same with the place of each row, FILE:NUMBER, where NUMBER is a line's or counts from 1.
+
+    Raises:
+        ConfigError: as above, or a row that is none, or whose text is none.
+    """
+    found = find_files(path, files, key)
+    names = Counter(file.name for file in found)
+    for file in found:
+        name = file.name if names[file.name] == 1 else str(file)
         try:
-            yield from _read(file)
+            for number, row in _read(file, name):
+                yield f"{name}:{number}", row
+        except ConfigError:
+            raise
         except (OSError, ValueError, pa.ArrowException) as error:
             first = str(error).partition("\n")[0]
             raise ConfigError(
@@ -48,7 +68,15 @@ def find_files(path: str, pattern: str, key: str) -> list[Path]:
     root = _from_hub(path, pattern, key) if path.startswith(_HUB) else Path(path).expanduser()
     if root.is_file():
         return [root]
-    found = sorted(p for p in root.glob(pattern) if p.suffix in _SUFFIXES and p.is_file())
+    entries = list(islice(root.glob(pattern), _MOST_ENTRIES + 1))
+    if len(entries) > _MOST_ENTRIES:
+        raise ConfigError(
+            key,
+            f"holds more than {_MOST_ENTRIES} files and folders",
+            found=path,
+            remedy="name the folder of the data itself, or narrow its files pattern",
+        )
+    found = sorted(p for p in entries if p.suffix in _SUFFIXES and p.is_file())
     if (root / "state.json").is_file():  # written by save_to_disk: its tables, not its notes
         found = [p for p in found if p.suffix == ".arrow"]
     if not found:
@@ -85,43 +113,65 @@ def _from_hub(path: str, pattern: str, key: str) -> Path:
         ) from error
 
 
-def _read(file: Path) -> Iterator[Row]:
+def _read(file: Path, name: str) -> Iterator[tuple[int, Row]]:
     match file.suffix:
         case ".jsonl":
-            yield from _json_lines(file)
+            yield from _json_lines(file, name)
         case ".json":
-            content = json.loads(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8-sig")
+            content = json.loads(text)
             if not isinstance(content, list):
                 raise ValueError("holds no list of rows")
             for number, row in enumerate(content, 1):
-                yield _object(row, f"row {number}")
+                yield number, _object(row, text, f"{name}:{number}")
         case ".parquet":
             with pq.ParquetFile(file) as table:
-                for batch in table.iter_batches(1024):
-                    yield from batch.to_pylist()
+                yield from _numbered(table.iter_batches(1024))
         case ".arrow":
             with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-                for batch in stream:
-                    yield from batch.to_pylist()
+                yield from _numbered(stream)
         case _:
             raise ValueError(f"is none of {', '.join(_SUFFIXES)}")
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8") as lines:
+def _numbered(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, Row]]:
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+def _json_lines(file: Path, name: str) -> Iterator[tuple[int, Row]]:
+    with file.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a mark
         for number, line in enumerate(lines, 1):
             if line.strip():
+                where = f"{name}:{number}"
                 try:
                     row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from error
-                yield _object(row, f"line {number}")
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(where, f"is not JSON: {error}") from error
+                yield number, _object(row, line, where)
 
 
-def _object(row: object, where: str) -> Row:
+def _object(row: object, text: str, where: str) -> Row:
+    """
+    Args:
+        text: the JSON that the row was read from.
+    """
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is no object")
+        raise ConfigError(where, "must be a JSON object", found=type(row).__name__)
+    if "\\ud" in text.lower() and not _is_text(row):
+        raise ConfigError(
+            where,
+            "holds half a character (a surrogate, \\ud800 to \\udfff, without its partner)",
+            remedy="repair the row, or leave it out",
+        )
     return row
+
+
+def _is_text(row: object) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def field(row: Row, path: str, key: str, source: str) -> object:

@@ -41,7 +41,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, str]]:
     null is an empty text, which is never right.
     """
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _row(f"{path} line {number}", line)

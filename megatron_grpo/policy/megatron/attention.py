@@ -90,6 +90,11 @@ class Rotate(torch.autograd.Function):
         return _turned(grads[0], cos, sin, -1), None, None
 
 
+def rotate(x: Tensor, pack: PackParams) -> Tensor:
+    """[T, heads, d] turned by the pack's positions."""
+    return cast(Tensor, Rotate.apply(x, pack.cos, pack.sin))
+
+
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x.chunk(2, dim=-1)
@@ -153,11 +158,14 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         assert isinstance(packed_seq_params, PackParams), "only packed sequences are trained on"
-        query = cast(Tensor, Rotate.apply(query, packed_seq_params.cos, packed_seq_params.sin))
-        key = cast(Tensor, Rotate.apply(key, packed_seq_params.cos, packed_seq_params.sin))
-        if packed_seq_params.families:
-            return self._families(query, key, value, packed_seq_params.families)
-        lengths = packed_seq_params.lengths
+        query, key = rotate(query, packed_seq_params), rotate(key, packed_seq_params)
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, pack: PackParams) -> Tensor:
+        """As `forward`, of queries and keys that are turned already."""
+        if pack.families:
+            return self._families(query, key, value, pack.families)
+        lengths = pack.lengths
         if self.cp_size > 1:
             return self._context_parallel(query, key, value, lengths)
         longest = max(lengths)

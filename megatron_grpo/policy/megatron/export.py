@@ -38,11 +38,12 @@ class BoundParameter:
     """A parameter of this rank with the rule that ties it to its Hugging Face tensors.
 
     Attributes:
+        parameter: or a buffer, which is not trained.
         layer: global layer index; 0 outside the layers.
         expert: global expert index; 0 outside the experts.
     """
 
-    parameter: torch.nn.Parameter
+    parameter: Tensor
     rule: Direct
     layer: int
     expert: int = 0
@@ -62,10 +63,13 @@ class BoundParameter:
 
 
 def bind_parameters(chunks: Sequence[DecoderModel], spec: ModelSpec) -> list[BoundParameter]:
-    """Every parameter of this pipeline rank with its rule, in model order."""
+    """Every parameter of this pipeline rank with its rule, chunk by chunk in model order, then the
+    routers' biases, which are buffers.
+    """
     bound = []
     for model in chunks:
-        for name, parameter in model.named_parameters():
+        biases = (b for b in model.named_buffers() if b[0].endswith(".expert_bias"))
+        for name, parameter in (*model.named_parameters(), *biases):
             match = _LAYER.match(name)
             layer, expert, template = 0, 0, name
             if match:
@@ -90,7 +94,7 @@ def _without_expert(name: str) -> tuple[str, int]:
     return name, 0
 
 
-def _mark_sharded(parameter: torch.nn.Parameter, rule: Direct) -> None:
+def _mark_sharded(parameter: Tensor, rule: Direct) -> None:
     """Say which parameters differ between tensor ranks, and which are experts.
 
     Megatron sets these as a side effect of random initialisation, which we skip; the global
@@ -155,7 +159,7 @@ def gathered_tensors(
         if not item.rule.stored or not gives:
             continue
         shard = item.parameter.detach()
-        shard = shard if dtype is None else shard.to(dtype)
+        shard = shard if dtype is None or item.rule.exact else shard.to(dtype)
         group = mesh.experts_group() if experts else mesh.tensor_group()
         whole = item.rule.axis is None or group.size() == 1
         shards = [shard] if whole else _gather_to_root(shard, group)

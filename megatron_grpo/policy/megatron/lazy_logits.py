@@ -42,16 +42,18 @@ def megatron_logits(
         def reader(item: BoundParameter) -> Callable[[], Tensor]:
             def read() -> Tensor:
                 shard = shard_of(item.rule, item.layer, spec, folder.read, 1, 0, item.expert)
-                return shard.to(dtype or shard.dtype).float()
+                rounded = shard if dtype is None or item.rule.exact else shard.to(dtype)
+                return rounded.float()
 
             return read
 
         modules = [model.embedding, *model.decoder.layers, model.decoder.final_layernorm]
         for module in modules:
-            named = module.named_parameters()
-            read_on_entry(module, {name: reader(bound[id(p)]) for name, p in named})
+            named = (*module.named_parameters(), *module.named_buffers())
+            mine = {name: bound[id(tensor)] for name, tensor in named if id(tensor) in bound}
+            read_on_entry(module, {name: reader(item) for name, item in mine.items()})
         position_T = torch.arange(len(token_ids))
-        frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        frequencies = inverse_frequencies(spec.rope, spec.rope_dim)
         pack = PackParams(qkv_format="thd")
         pack.lengths = (len(token_ids),)
         pack.cos, pack.sin = rotary_tables(

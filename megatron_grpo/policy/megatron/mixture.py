@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_grpo.config import ParallelConfig
@@ -29,14 +31,18 @@ def mixture_settings(spec: ModelSpec, use_te: bool) -> dict[str, Any]:
         "moe_ffn_hidden_size": mixture.ffn_hidden,
         "moe_layer_freq": [int(n not in dense) for n in range(spec.num_layers)] if dense else 1,
         "moe_router_topk": mixture.top_k,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": mixture.scores,
         # Softmax over all experts and then the best; or, the same as making those sum to 1, the
         # best and then softmax over them.
-        "moe_router_pre_softmax": not mixture.normalize,
-        "moe_router_topk_scaling_factor": None,
-        "moe_router_num_groups": None,
-        "moe_router_group_topk": None,
-        "moe_router_enable_expert_bias": False,
+        "moe_router_pre_softmax": mixture.scores == "softmax" and not mixture.normalize,
+        "moe_router_topk_scaling_factor": mixture.scale if mixture.scale != 1.0 else None,
+        "moe_router_num_groups": mixture.groups if mixture.groups > 1 else None,
+        "moe_router_group_topk": mixture.top_groups if mixture.groups > 1 else None,
+        # The bias stays what the checkpoint says: moving it would change what the generator routes.
+        "moe_router_enable_expert_bias": mixture.scores == "sigmoid",
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden or None,
+        "moe_shared_expert_gate": False,
         "moe_router_dtype": "fp32",
         # The loss is the algorithm's alone, and every token reaches its experts.
         "moe_router_load_balancing_type": "none",
@@ -50,6 +56,13 @@ def mixture_settings(spec: ModelSpec, use_te: bool) -> dict[str, Any]:
         "moe_router_fusion": False,
         "moe_shared_expert_overlap": False,
     }
+
+
+def keep_bias_exact(model: torch.nn.Module) -> None:
+    """Routers' biases in float32 again, after the model was cast."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
 
 
 def check_stages(spec: ModelSpec, parallel: ParallelConfig) -> None:

@@ -36,6 +36,12 @@ from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.conversion.sharding import padded_vocabulary
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.policy.megatron.attention import PackedAttention, RMSNorm
+from megatron_grpo.policy.megatron.latent import (
+    adapt_layer,
+    config_class,
+    fit_te_attention,
+    latent_settings,
+)
 from megatron_grpo.policy.megatron.mixture import mixture_settings, repair_mixture
 from megatron_grpo.policy.megatron.mlp import GatedMLP
 
@@ -67,7 +73,7 @@ def transformer_config(
     spec: ModelSpec, config: MegatronPolicyConfig, dtype: torch.dtype, use_te: bool
 ) -> TransformerConfig:
     """Model and layout as Megatron wants them. Nothing is left to a default."""
-    return TransformerConfig(
+    return config_class(spec)(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden,
         ffn_hidden_size=spec.ffn_hidden,
@@ -77,7 +83,7 @@ def transformer_config(
         layernorm_epsilon=spec.norm_eps,
         normalization="RMSNorm",
         layernorm_zero_centered_gamma=False,
-        qk_layernorm=spec.family.qk_norm,
+        qk_layernorm=spec.family.qk_norm or (use_te and spec.latent is not None),
         add_bias_linear=False,
         add_qkv_bias=spec.family.qkv_bias,
         gated_linear_unit=True,
@@ -91,7 +97,7 @@ def transformer_config(
         softmax_scale=None,  # 1 / sqrt(head_dim)
         rotary_interleaved=False,
         # Kernels that Transformer Engine or Apex bring; each has a plain equivalent.
-        apply_rope_fusion=use_te,
+        apply_rope_fusion=use_te and spec.latent is None,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -108,6 +114,7 @@ def transformer_config(
         **_recompute_settings(config.recompute),
         **_layout_settings(config.parallel),
         **mixture_settings(spec, use_te),
+        **latent_settings(spec, use_te),
     )
 
 
@@ -147,13 +154,13 @@ def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def layer_spec(
-    config: TransformerConfig, use_te: bool, chunk: int | None
+    spec: ModelSpec, config: TransformerConfig, use_te: bool, chunk: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers, or Megatron's local ones with our norm and packed attention."""
     if use_te and config.num_moe_experts is None:
-        return _one_layer(config, use_te, None)
+        return _one_layer(spec, config, use_te, None)
     dense, sparse = (
-        _one_layer(config, use_te, experts) for experts in (None, config.num_moe_experts)
+        _one_layer(spec, config, use_te, experts) for experts in (None, config.num_moe_experts)
     )
     pattern = config.moe_layer_freq
     if config.num_moe_experts is None or not isinstance(pattern, list):
@@ -165,26 +172,32 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def _one_layer(config: TransformerConfig, use_te: bool, experts: int | None) -> ModuleSpec:
+def _one_layer(
+    spec: ModelSpec, config: TransformerConfig, use_te: bool, experts: int | None
+) -> ModuleSpec:
     """A layer with one MLP, or with experts."""
     if use_te:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=spec.latent is not None,
         )
-    spec = get_gpt_layer_local_spec(
+    module = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    layer = cast(Any, spec.submodules)
+    layer = cast(Any, module.submodules)
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
+    if spec.latent is not None:
+        adapt_layer(layer, spec, dense=experts is None)
+        return module
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    return spec
+    return module
 
 
 def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> list[DecoderModel]:
@@ -199,7 +212,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
         stage = chunk if virtual else None
         model = DecoderModel(
             config=config,
-            transformer_layer_spec=cast(ModuleSpec, layer_spec(config, use_te, stage)),
+            transformer_layer_spec=cast(ModuleSpec, layer_spec(spec, config, use_te, stage)),
             vocab_size=padded_vocabulary(spec.vocab, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(
@@ -225,8 +238,12 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, use_te: bool) -> li
                 found=spec.rope.attention_scale,
                 remedy="set it to off",
             )
-        if use_te:
-            model.rotary_pos_emb.inv_freq = inverse_frequencies(spec.rope, spec.head_dim)
+        frequencies = inverse_frequencies(spec.rope, spec.rope_dim)
+        if use_te and spec.latent is not None:
+            for layer in model.decoder.layers:
+                fit_te_attention(layer.self_attention, frequencies)
+        elif use_te:
+            model.rotary_pos_emb.inv_freq = frequencies
         else:
             for layer in model.decoder.layers:
                 if type(layer.mlp) is MLP:  # experts keep Megatron's own

@@ -144,6 +144,18 @@ class Updater:
         self.zero_grad()
         return norm, rate
 
+    def reset(self) -> None:
+        """Forget moments and step counts. fp32 masters are parameters, not state, and stay."""
+        for part in self.optimizer.chained_optimizers:
+            for values in part.optimizer.state.values():
+                for value in values.values():
+                    if isinstance(value, torch.Tensor):
+                        value.zero_()
+            for group in part.optimizer.param_groups:
+                if "step" in group:  # fused Adam of Transformer Engine or apex counts here
+                    group["step"] = 0
+        self.steps = 0
+
 
 def _muon_builder(settings: OptimizerConfig, momentum: float) -> Callable[..., ChainedOptimizer]:
     """Megatron's Muon, set so that AdamW's rates fit it: arXiv:2502.16982, section 2.2.

@@ -14,6 +14,7 @@ from megatron_grpo.conversion.megatron_folder import Checkpoint
 from megatron_grpo.policy.megatron.device import choose_transformer_engine, compute_dtype
 from megatron_grpo.policy.megatron.export import BoundParameter, bind_parameters, load_weights
 from megatron_grpo.policy.megatron.frozen import FrozenWeights
+from megatron_grpo.policy.megatron.mixture import keep_bias_exact
 from megatron_grpo.policy.megatron.model import build_chunks, transformer_config
 from megatron_grpo.policy.megatron.optimizer import Updater, wrap_chunks
 from megatron_grpo.policy.megatron.schedule import Engine
@@ -63,6 +64,7 @@ def build_parts(
     chunks = build_chunks(spec, megatron_config, use_te)
     for chunk in chunks:
         chunk.to(device=device, dtype=dtype)
+        keep_bias_exact(chunk)
     bound = bind_parameters(chunks, spec)
     load_weights(bound, source)
     frozen_weights = None if frozen is None else FrozenWeights(bound, frozen, source)

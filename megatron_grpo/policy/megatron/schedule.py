@@ -83,7 +83,7 @@ class Engine:
         self._overlap = overlap_grad_reduce
         self._share_prefixes = share_prefixes
         self._use_te = use_te
-        self._frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device)
+        self._frequencies = inverse_frequencies(spec.rope, spec.rope_dim).to(device)
         self._cp_group = mesh.context_group()
         self._tp_group = mesh.tensor_group()
         self._unsummed = False

@@ -68,8 +68,9 @@ def test_a_field_that_is_not_there_is_an_error_that_lists_those_that_are(path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.jsonl", '{"a": 1}\n{"a"', "line 2"),
-        ("rows.jsonl", "[1]", "line 1 is no object"),
+        ("rows.jsonl", '{"a": 1}\n{"a"', "rows.jsonl:2: is not JSON"),
+        ("rows.jsonl", "[1]", "rows.jsonl:1: must be a JSON object"),
+        ("rows.json", '[{"a": "\\udc00"}]', "rows.json:1: holds half a character"),
         ("rows.json", "{}", "holds no list"),
         ("rows.parquet", "no parquet", "cannot be read"),
         ("rows.txt", "", "is none of"),

@@ -16,7 +16,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import CLASSES, save_tiny, tiny_model
 
-from megatron_grpo.conversion.convert import Layout, to_hugging_face, to_megatron
+from megatron_grpo.conversion.boxes import Layout
+from megatron_grpo.conversion.convert import to_hugging_face, to_megatron
 from megatron_grpo.conversion.hf_folder import SINGLE, HfFolder
 from megatron_grpo.conversion.lazy_model import hugging_face_logits
 from megatron_grpo.conversion.megatron_folder import MegatronFolder
@@ -42,6 +43,8 @@ def converted(tmp_path: Path, family: Any, layout: Layout, **changes: Any) -> tu
         ("qwen3_moe", {}, Layout(2), EP2),
         ("qwen3_moe", {"mlp_only_layers": []}, Layout(2, 1, 2), {}),  # layers stacked
         ("qwen3_moe", {"mlp_only_layers": []}, Layout(), {"tensor": 2, "sequence": True}),
+        ("deepseek_v3", {}, Layout(2), EP2),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, Layout(), {"tensor": 2, "sequence": True}),
     ],
 )
 def test_megatrons_own_loader_takes_what_was_written(
@@ -59,7 +62,12 @@ def test_megatrons_own_loader_takes_what_was_written(
 
 
 @pytest.mark.parametrize(
-    ("family", "parallel"), [("qwen2", TP2_PP2), ("qwen3_moe", {"pipeline": 2, **EP2})]
+    ("family", "parallel"),
+    [
+        ("qwen2", TP2_PP2),
+        ("qwen3_moe", {"pipeline": 2, **EP2}),
+        ("deepseek_v3", {"pipeline": 2, **EP2}),
+    ],
 )
 def test_a_policy_starts_from_a_megatron_checkpoint_as_from_its_source(
     tmp_path: Path, family: Any, parallel: dict[str, Any]
@@ -83,7 +91,9 @@ def test_a_policy_starts_from_a_megatron_checkpoint_as_from_its_source(
     assert not any(f.suffix == ".distcp" or "metadata" in f.name for f in target.iterdir())
 
 
-@pytest.mark.parametrize(("family", "parallel"), [("qwen2", TP2_PP2), ("qwen3_moe", EP2)])
+@pytest.mark.parametrize(
+    ("family", "parallel"), [("qwen2", TP2_PP2), ("qwen3_moe", EP2), ("deepseek_v3", EP2)]
+)
 def test_a_training_checkpoint_converts_to_what_the_run_exports(
     tmp_path: Path, family: Any, parallel: dict[str, Any]
 ) -> None:

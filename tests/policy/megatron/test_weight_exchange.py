@@ -16,10 +16,10 @@ from tiny import save_tiny
 from weights.exchange import CPU, spec_of
 
 from megatron_grpo.config import ParallelConfig
-from megatron_grpo.weights.collective import CollectiveReceiver
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 from megatron_grpo.weights.parts import PartTensor
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import host_store, join_store
 
 SEQUENCES = random_sequences([(3, 5), (4, 7), (2, 6), (5, 9)])
@@ -34,6 +34,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"data": 2}),
     ("qwen3_moe", {"data": 2, "expert": 2}),
     ("qwen3_moe", {"tensor": 2, "sequence": True, "expert_tensor": 2}),
+    ("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
 ]
 
 
@@ -45,7 +46,7 @@ def test_every_engine_worker_holds_its_part_of_the_exported_checkpoint(
     tied = family == "qwen2" and "pipeline" in parallel
     folder = save_tiny(tmp_path / "model", family, num_hidden_layers=4, tied=tied)
     layout = ParallelConfig.model_validate(parallel)
-    fleets = EXPERT_FLEETS if family == "qwen3_moe" else FLEETS
+    fleets = EXPERT_FLEETS if family in ("qwen3_moe", "deepseek_v3") else FLEETS
     stores = [host_store(DEADLINE_S) for _ in fleets]
     exchanges = [
         Exchange(
