@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_grpo.config import RunConfig
@@ -108,6 +109,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
     from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
+    from megatron_grpo.weights.disk import clear
 
     if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
@@ -134,6 +136,8 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
             policy = RayPolicy(start_ranks(config, cluster), config.cluster)
             generator = RayGenerator(engine_members, engines.tensor, config.cluster)
         exchange = plan_exchange(config, policy, generator)
+        if exchange.backend == "disk":
+            clear(Path(exchange.folder))
         joined = background.submit(generator.connect_weights, exchange)
         policy.connect_weights(exchange)
         joined.result()
