@@ -131,6 +131,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
     from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
+    from megatron_grpo.weights.disk import clear
 
     if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
@@ -157,6 +158,8 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
             policy = RayPolicy(start_ranks(config, cluster), config.cluster)
             generator = RayGenerator(engine_members, engines.tensor, config.cluster)
         exchange = plan_exchange(config, policy, generator)
+        if exchange.backend == "disk":
+            clear(Path(exchange.folder))
         joined = background.submit(generator.connect_weights, exchange)
         policy.connect_weights(exchange)
         joined.result()

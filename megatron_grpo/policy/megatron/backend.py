@@ -45,7 +45,6 @@ from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Float32
 from megatron_grpo.weights.channels import open_sender
-from megatron_grpo.weights.collective import CollectiveSender
 from megatron_grpo.weights.disk import DiskSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.rendezvous import (
@@ -54,6 +53,7 @@ from megatron_grpo.weights.rendezvous import (
     join_store,
     routable_address,
 )
+from megatron_grpo.weights.sender import CollectiveSender
 
 
 class MegatronRank:
