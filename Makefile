@@ -20,8 +20,8 @@ test: $(VENV)/.installed
 	$(BIN)/python -m megatron_grpo.conversion.smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# A real SLURM of four nodes on this machine: needs root, Debian or Ubuntu, and about 15 minutes on two
-# cores, which is why it is no part of `make test`.
+# A real SLURM of four nodes on this machine. No part of `make test`: it needs root, SLURM's packages, network and
+# process name spaces, and some 20 minutes (docs/launch.md has them by test), most of them waits for SLURM's own limits.
 test-slurm: $(VENV)/.installed
 	tests/slurm/install.sh
 	GRPO_SLURM_LAB=1 $(BIN)/python -m pytest tests/slurm -v

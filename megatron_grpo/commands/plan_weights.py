@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 def plan_weights(
     config: ConfigPath,
     overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="a known model's name (DeepSeek-V3) or a folder with a config.json, instead of "
+            "CONFIG's; of any family that `plan` knows"
+        ),
+    ] = None,
     link_gbytes: Annotated[
         float, typer.Option(min=0.001, help="of one rank's link in one direction, in GB/s")
     ] = 50.0,
@@ -30,11 +37,15 @@ def plan_weights(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="most ranks and links to list")] = 8,
 ) -> None:
-    """Who sends which bytes of CONFIG's model to which engine workers at every push.
+    """Who sends which bytes of CONFIG's or --model's model to which engine workers at every push.
 
     Prints the bytes of ranks, workers and links, the largest sender, and the time on links of a
-    given speed. Plans thousands of ranks in seconds; reads only the model's config.json.
+    given speed. Plans thousands of ranks in seconds; reads only the model's config.json, or not
+    even that: [bold]plan-weights CONFIG --model DeepSeek-V3 policy.parallel.expert=64[/bold].
     """
+    from grpo_perf.model_shape import model_named
+    from grpo_perf.planned_weights import planned_weights
+
     from megatron_grpo.config import load_config
     from megatron_grpo.conversion.config_json import read_model_spec
     from megatron_grpo.errors import ConfigError
@@ -48,13 +59,18 @@ def plan_weights(
         raise ConfigError(
             "policy.type", "has weights to plan only if it is megatron", found=run.policy.type
         )
-    spec = read_model_spec(run.model.folder / "config.json")
-    run.policy.parallel.check_model(spec.shape)
-    policy = PolicyLayout.of(run.policy.parallel, spec.num_layers)
-    fleet = FleetLayout.of(run.engines, spec.num_layers)
+    if model is None:
+        spec = read_model_spec(run.model.folder / "config.json")
+        shape, tensors = spec.shape, planned_tensors(spec)
+    else:
+        architecture = model_named(model)
+        shape, tensors = architecture.shape, planned_weights(architecture)
+    run.policy.parallel.check_model(shape)
+    policy = PolicyLayout.of(run.policy.parallel, shape.num_layers)
+    fleet = FleetLayout.of(run.engines, shape.num_layers)
     size = item_bytes or (4 if run.engines.dtype == "float32" else 2)
     started = time.perf_counter()
-    plan = make_plan(planned_tensors(spec), policy, fleet, size)
+    plan = make_plan(tensors, policy, fleet, size)
     cost = plan_cost(plan, link_gbytes * 1e9)
     seconds = time.perf_counter() - started
 

@@ -190,7 +190,8 @@ class VllmGeneratorConfig(Section):
     expert: bool = False
     """Spread the experts of a mixture whole over an engine's workers instead of cutting each."""
     colocated: bool = False
-    """Policy and engines take turns on the same devices: engines sleep while the policy trains."""
+    """Policy and engines take turns on the same devices: engines sleep while the policy trains. On
+    a GPU, lower gpu_memory_fraction to what the policy's weights and optimizer leave."""
     dtype: DType = "auto"
     max_model_tokens: PositiveInt = 1024
     """Prompt plus completion, in tokens."""
@@ -221,10 +222,11 @@ GeneratorConfig = Annotated[
 class WeightsConfig(Section):
     """How the policy's weights reach the engines."""
 
-    backend: Literal["auto", "gloo", "nccl", "disk"] = "auto"
-    """auto: nccl when policy and engines have GPUs of their own, else gloo. disk: through a folder
-    of the run, which all nodes must share; slower, but needs no network between policy and
-    engines."""
+    backend: Literal["auto", "gloo", "nccl", "cuda_ipc", "disk"] = "auto"
+    """auto: nccl when policy and engines have GPUs of their own, else gloo. cuda_ipc: within the
+    memory of one GPU that a policy rank and an engine share. disk: through a folder of the run,
+    which all nodes must share; slower, but needs no network between policy and engines, and an
+    engine that comes late finds the newest weights there."""
     bucket_bytes: PositiveInt = 64 << 20
     deadline_s: PositiveFloat = 120.0
     """A push that takes longer is an error on both sides."""

@@ -41,6 +41,7 @@ from megatron_grpo.config.checkpoint import CheckpointConfig, carried
 from megatron_grpo.config.data import ProblemTask
 from megatron_grpo.config.needs import without_idle_keys
 from megatron_grpo.config.rollouts import EvaluationConfig, RolloutsConfig, SamplingConfig
+from megatron_grpo.config.seats import check_seats
 from megatron_grpo.config.stages import REFERENCE_FOLDER, Stage, StagePlace
 from megatron_grpo.config.tasks import TASKS_OF, DataTask, ReasoningGymTask, TaskConfig
 from megatron_grpo.errors import ConfigError
@@ -147,6 +148,12 @@ class RunConfig(Section):
                 found=self.steps,
                 remedy=f"set it to {total}",
             )
+        names = [stage.name for stage in self.stages]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                "stages", "have a name twice", found=twice, remedy="give each its own"
+            )
         if self.stage is not None:
             raise ConfigError("stage", "is written by the run itself", remedy="remove it")
 
@@ -191,28 +198,14 @@ class RunConfig(Section):
             self._check_data(self.task)
         else:
             self._check_sampled(self.task)
-            self._check_turns()
-
-    def _check_turns(self) -> None:
-        """Colocated policy and engines never work at the same moment."""
-        if not isinstance(self.generator, VllmGeneratorConfig) or not self.generator.colocated:
-            return
-        if self.rollouts.max_staleness:
-            raise ConfigError(
-                "rollouts.max_staleness",
-                "must be 0 where generator.colocated is true: engines sleep while the policy "
-                "trains",
-                found=self.rollouts.max_staleness,
-                remedy="set it to 0, or generator.colocated to false",
-            )
-        if self.cluster.gpus_per_rank and self.weights.backend == "nccl":
-            raise ConfigError(
-                "weights.backend",
-                "cannot join a policy rank and an engine on the same GPU",
-                found="nccl",
-                remedy="set it to auto (gloo, through the host's memory), or generator.colocated "
-                "to false",
-            )
+            if isinstance(self.generator, VllmGeneratorConfig):
+                check_seats(
+                    self.policy,
+                    self.generator,
+                    self.cluster,
+                    self.weights,
+                    self.rollouts.max_staleness,
+                )
 
     def _check_sampled(self, task: ReasoningGymTask | ProblemTask) -> None:
         sampled = ("sampling.max_new_tokens", self.sampling.max_new_tokens)

@@ -17,7 +17,7 @@ REFERENCE_FOLDER = "reference"
 class Stage(Section):
     """Steps of a run under settings of their own; sections hold only what differs."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._ -]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
     steps: PositiveInt
     reset_optimizer: bool = False
     """Begin with an optimizer without history: moments of 0, and the schedule, warm-up included,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from vllm.engine.arg_utils import EngineArgs
@@ -39,6 +40,7 @@ from megatron_grpo.ports import reserve_ports
 from megatron_grpo.protocols import PullReport
 from megatron_grpo.spans import SpanRecorder
 from megatron_grpo.types import Completion, GenerationRequest
+from megatron_grpo.weights.disk import latest
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.rendezvous import routable_address
 
@@ -206,7 +208,8 @@ class VllmEngine:
         return routable_address()
 
     def connect_weights(self, exchange: Exchange, engine: int) -> None:
-        """Join the weight exchange as engine number `engine`; blocks until all ends have.
+        """Join the weight exchange as engine number `engine`; blocks until all ends have. Over disk
+        nobody is waited for, and an engine that comes late has the newest weights when it is back.
 
         Raises:
             WeightExchangeError: the exchange carries another dtype or has another plan, or somebody
@@ -228,6 +231,10 @@ class VllmEngine:
         self._num_tensors, self._held_bytes = len(plan.tensors), sum(plan.received_bytes())
         self._deadline_s = exchange.deadline_s
         self._running_requests = exchange.running_requests
+        if exchange.backend == "disk":
+            newest = latest(Path(exchange.folder))
+            if newest is not None:
+                self.pull_weights(newest)
 
     def pull_weights(self, version: int) -> PullReport:
         """Take the weights that are pushed under `version`; blocks until they are in use.

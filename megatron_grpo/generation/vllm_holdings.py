@@ -24,6 +24,9 @@ from megatron_grpo.errors import WeightExchangeError
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _EXPERT_WEIGHT = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
+# Columns of the matrix that a worker holds: of a split linear layer, a whole one, an embedding.
+_WIDTHS = ("input_size_per_partition", "input_size", "embedding_dim")
+
 
 class Holdings:
     """Where a model keeps what came under these names.
@@ -98,7 +101,7 @@ def _value(module: nn.Module, leaf: str) -> Tensor:
 def _unpacked(module: nn.Module) -> Tensor:
     """[out, in] of a matrix that only a CPU kernel has."""
     kernel = vars(module)["cpu_linear"]
-    width = cast(int, vars(module).get("input_size_per_partition") or vars(module)["embedding_dim"])
+    width = next(cast(int, vars(module)[name]) for name in _WIDTHS if name in vars(module))
     empty = cast(Tensor, module._parameters["weight"])
     columns = [
         kernel(torch.eye(width, dtype=empty.dtype)[start : start + 128], empty, None)

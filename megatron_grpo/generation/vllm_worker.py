@@ -29,14 +29,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.errors import WeightExchangeError
+from megatron_grpo.generation.vllm_cpu_reload import ExpertKernels, repack_tied_head
 from megatron_grpo.generation.vllm_holdings import Holdings
 from megatron_grpo.weights.channels import open_receiver
-from megatron_grpo.weights.collective import CollectiveReceiver
 from megatron_grpo.weights.disk import DiskReceiver
 from megatron_grpo.weights.exchange import Exchange
+from megatron_grpo.weights.receiver import CollectiveReceiver
 
 BACKEND = "megatron_grpo"
 EXTENSION = "megatron_grpo.generation.vllm_worker.WorkerExtension"
@@ -74,22 +76,16 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     joined: _Joined | None = None
+    expert_kernels: ExpertKernels | None = None
 
     @property
     def _tied(self) -> bool:
         return self.model_config.hf_text_config.tie_word_embeddings
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()  # of an exchange it was part of before
         exchange = Exchange.from_json(init_info.exchange)
         spec = read_model_spec(Path(init_info.folder) / "config.json")
-        if self.device.type == "cpu" and spec.mixture is not None:
-            # vLLM pads and packs experts for its CPU kernels at the first load only; a reload would
-            # copy them unpacked over the packed ones.
-            raise WeightExchangeError(
-                "engine on a CPU",
-                "cannot take new weights of a model with experts",
-                remedy="run the engines on GPUs, or train a dense model",
-            )
         receiver = open_receiver(
             exchange,
             spec,
@@ -109,6 +105,8 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         layerwise.initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            self.expert_kernels = ExpertKernels(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         joined = self._ends
@@ -131,8 +129,10 @@ class CollectiveTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         joined = self._ends
         try:
             layerwise.finalize_layerwise_reload(self.model, self.model_config)
+            if self.expert_kernels is not None:
+                self.expert_kernels.put_back()
             if self.device.type == "cpu" and self._tied:
-                _repack_tied_head(self.model)
+                repack_tied_head(self.model)
         except BaseException as error:
             joined.receiver.fail(str(error))
             raise
@@ -155,7 +155,7 @@ def _check_complete(model: nn.Module, tied: bool, joined: _Joined) -> None:
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
         parameters, _ = info.restore_metadata  # buffers are computed, not sent
-        wanted = sum(parameter.numel() for parameter in parameters.values())
+        wanted = sum(get_tensor_load_numel(parameter) for parameter in parameters.values())
         if isinstance(layer, VocabParallelEmbedding):
             if tied and isinstance(layer, ParallelLMHead):
                 continue
@@ -170,17 +170,6 @@ def _check_complete(model: nn.Module, tied: bool, joined: _Joined) -> None:
                 f"{wanted - info.load_numel} of {wanted} elements did not arrive",
                 remedy="the policy must send every tensor of the checkpoint",
             )
-
-
-def _repack_tied_head(model: nn.Module) -> None:
-    """Renew the packed copy of its weight that a layer keeps on a CPU.
-
-    A reload does it for layers that got tensors. A tied head gets none of its own, and would
-    silently go on with the old weights.
-    """
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)
 
 
 class WorkerExtension:

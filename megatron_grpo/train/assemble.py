@@ -227,6 +227,7 @@ def build_run(
         mixture=mixture_of(environment),
         running_requests=config.weights.running_requests,
         has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
+        busy_s=shared.busy_s,
     )
     stack.callback(source.close)
     run = Run(
@@ -275,9 +276,13 @@ def check_stage_folders(config: RunConfig) -> None:
 
 
 def check_folders(config: RunConfig, *, renewed: bool = False) -> None:
-    """
+    """Models that the run reads: the policy's first weights, and the frozen one's.
+
     Args:
-        renewed: the frozen model is one that the run will make.
+        renewed: the frozen one is made by the run itself, when its stage begins.
+
+    Raises:
+        ConfigError: one of them is no model folder.
     """
     check_model_folder(config.model.folder)
     if config.reference_folder is not None and not renewed:

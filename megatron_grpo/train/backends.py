@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron_grpo.config import RunConfig
@@ -75,6 +77,27 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
         ranks.close()
 
 
+def load_from_megatron(policy: PolicyBackend, folder: Path) -> None:
+    """Continue on the reference policy from what a Megatron policy saved.
+
+    Raises:
+        CheckpointError: incomplete, or of another model or optimizer.
+    """
+    from megatron_grpo.conversion.training_state import read_training_state
+    from megatron_grpo.policy.reference_checkpoint import StateCopy, save_state, under_model_names
+
+    state = read_training_state(folder)
+    weights = under_model_names(state.weights, folder)
+    moments = {
+        f"{name}/{key}": value
+        for key, values in state.moments.items()
+        for name, value in under_model_names(values, folder).items()
+    }
+    with TemporaryDirectory(prefix="grpo-replay-") as scratch:
+        save_state(Path(scratch), StateCopy(weights, moments, state.steps))
+        policy.load(Path(scratch))
+
+
 def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
     """The actors of the Megatron policy."""
     if config.policy.type != "megatron":
@@ -108,6 +131,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     from megatron_grpo.runtime.policy_proxy import RayPolicy
     from megatron_grpo.runtime.ray_cluster import RayCluster
     from megatron_grpo.runtime.turns import ColocatedGenerator, ColocatedPolicy, Turns
+    from megatron_grpo.weights.disk import clear
 
     if config.policy.type != "megatron" or config.engines.type != "vllm":
         raise ConfigError("policy.type", "only megatron with vllm runs on a cluster")
@@ -134,6 +158,8 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
             policy = RayPolicy(start_ranks(config, cluster), config.cluster)
             generator = RayGenerator(engine_members, engines.tensor, config.cluster)
         exchange = plan_exchange(config, policy, generator)
+        if exchange.backend == "disk":
+            clear(Path(exchange.folder))
         joined = background.submit(generator.connect_weights, exchange)
         policy.connect_weights(exchange)
         joined.result()

@@ -8,10 +8,12 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_grpo.conversion.families import ModelSpec
-from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
+from megatron_grpo.weights.device_memory import CudaHandles
 from megatron_grpo.weights.disk import DiskReceiver, DiskSender
 from megatron_grpo.weights.exchange import Exchange
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import join_store
+from megatron_grpo.weights.sender import CollectiveSender
 
 
 def open_sender(
@@ -26,8 +28,8 @@ def open_sender(
     if exchange.backend == "disk":
         return DiskSender(Path(exchange.folder), exchange, spec, rank)
     store = store or join_store(exchange.rendezvous, exchange.deadline_s)
-    place = device if exchange.backend == "nccl" else torch.device("cpu")
-    return CollectiveSender(store, exchange, spec, rank, place, frozen)
+    place = torch.device("cpu") if exchange.backend == "gloo" else device
+    return CollectiveSender(store, exchange, spec, rank, place, frozen, _handles(exchange, device))
 
 
 def open_receiver(
@@ -38,4 +40,8 @@ def open_receiver(
     if exchange.backend == "disk":
         return DiskReceiver(Path(exchange.folder), exchange, spec, worker, place)
     store = join_store(exchange.rendezvous, exchange.deadline_s)
-    return CollectiveReceiver(store, exchange, spec, worker, place)
+    return CollectiveReceiver(store, exchange, spec, worker, place, _handles(exchange, device))
+
+
+def _handles(exchange: Exchange, device: torch.device) -> CudaHandles | None:
+    return CudaHandles(device) if exchange.backend == "cuda_ipc" else None

@@ -4,8 +4,10 @@
     FOLDER/7/complete                 written by rank 0, last, when every rank's file is there
 
 A version without its marker does not exist for a reader. An engine that comes late, or comes back,
-takes the newest complete version (`latest`); nobody waits for it. Every slice carries the checksum
-of what was written, and what an engine then holds is compared with their sums.
+takes the newest complete version (`latest`) when it joins; nobody waits for it. A run begins with
+an empty folder (`clear`): what an interrupted one left may have numbers that come again. Every
+slice carries the checksum of what was written, and what an engine then holds is compared with their
+sums.
 """
 
 from __future__ import annotations
@@ -46,6 +48,23 @@ def latest(folder: Path) -> int | None:
         whole = [v for v in versions if (folder / str(v) / MARKER).is_file()]
         return max(whole, default=None)
     return None
+
+
+def clear(folder: Path) -> None:
+    """Forget all versions. Before anybody joins: readers take a complete version as they find it.
+
+    Raises:
+        WeightExchangeError: something cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        try:
+            shutil.rmtree(folder)
+        except PermissionError as error:
+            raise WeightExchangeError(
+                str(folder),
+                f"weights of an earlier run cannot be removed: {error}",
+                remedy="remove the folder, or give the run another name",
+            ) from error
 
 
 class DiskSender:

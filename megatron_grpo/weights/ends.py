@@ -1,7 +1,22 @@
-"""What the two ends of a collective exchange have in common: links, buckets, order, buffers."""
+"""Carries out a plan: policy shards to engine shards in buckets, over gloo or NCCL. Here is what
+the two ends have in common: links, buckets, order, buffers.
+
+    CollectiveSender (each policy rank)             CollectiveReceiver (each engine worker)
+      per link: header (version, what is sent) --->   refuses another version or plan
+      bucket 0, bucket 1, ... of every link    --->   slices, put together to loader-shaped tensors
+      checksums of what was sent               --->   compared with what the engine holds
+      waits                                    <---   "taken", when the weights are in use
+
+Every end goes through its buckets in one global order (bucket number, then link) with a few in
+flight, so that packing overlaps sending and loading overlaps receiving, and no circle of waits can
+form. Large slices go from where they lie to where they belong; small ones are packed. Any end that
+fails says so to all (see `session`): an error on one is an error on all, within the deadline. After
+an error the exchange is over: engines may hold half of a push.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,8 +27,9 @@ from torch.distributed import TCPStore
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.weights.buckets import Bucket, Slot, cut_buckets, largest_bucket
 from megatron_grpo.weights.checksums import checksum
+from megatron_grpo.weights.device_memory import HandleGroup, Handles
 from megatron_grpo.weights.exchange import Exchange, Link, link_names, links_of
-from megatron_grpo.weights.group import LinkGroup
+from megatron_grpo.weights.group import IN_FLIGHT, LinkGroup
 from megatron_grpo.weights.layouts import exact_names
 from megatron_grpo.weights.plan import Plan, Transfer
 from megatron_grpo.weights.proof import check_held
@@ -23,8 +39,6 @@ from megatron_grpo.weights.specs import torch_dtype
 PROTOCOL = 2
 # Of a header, int64; then one field per transfer of the link, 1 if it is sent.
 FIELDS = ("protocol", "version", "verified")
-# Operations begun and not finished, of which at most as many as there are buffers use one.
-IN_FLIGHT = 4
 
 
 @dataclass(slots=True)
@@ -32,7 +46,7 @@ class Line:
     """A link with its group, at one of its ends."""
 
     link: Link
-    group: LinkGroup
+    group: LinkGroup | HandleGroup
     sent: list[bool] = field(default_factory=list)
 
     @property
@@ -66,8 +80,11 @@ class End:
         name: str,
         mine: Callable[[Link], int | None],
         device: torch.device,
+        handles: Handles | None,
     ) -> None:
-        """`mine` tells this end's place among the members of a link."""
+        """`mine` tells this end's place among the members of a link; with `handles` they reach each
+        other's memory instead of broadcasting.
+        """
         self.exchange = exchange
         self.name = name
         self.plan: Plan = exchange.plan(spec)
@@ -78,12 +95,18 @@ class End:
         )
         self.lines: list[Line] = []
         self.pushes = 0
+        self._known: tuple[list[list[bool]], list[Step]] = ([], [])
+        self._in_flight = IN_FLIGHT[exchange.backend]
         fleet = self.plan.fleet
         for link in links_of(self.plan):
             place = mine(link)
             if place is not None:
-                names = link_names(link, fleet)
-                group = LinkGroup(self.session, link.number, names, place, exchange.backend, device)
+                member = (self.session, link.number, link_names(link, fleet), place)
+                group = (
+                    LinkGroup(*member, exchange.backend)
+                    if handles is None
+                    else HandleGroup(*member, handles)
+                )
                 self.lines.append(Line(link, group))
         item = self.plan.item_bytes
         size = max(
@@ -101,28 +124,36 @@ class End:
 
     def steps(self) -> list[Step]:
         """This end's buckets in the global order."""
+        sent = [line.sent for line in self.lines]
+        if sent != self._known[0]:
+            self._known = ([list(flags) for flags in sent], self._cut())
+        return self._known[1]
+
+    def _cut(self) -> list[Step]:
         numbered = []
+        tensors, exchange = self.plan.tensors, self.exchange
         for line in self.lines:
-            buckets = list(
-                cut_buckets(
-                    line.moving, self.plan.tensors, self.plan.item_bytes, self.exchange.bucket_bytes
-                )
-            )
+            cut = cut_buckets(line.moving, tensors, self.plan.item_bytes, exchange.bucket_bytes)
+            buckets = list(cut)
             for number, bucket in enumerate(buckets):
-                first = self.plan.tensors[bucket.slots[0].tensor].name
+                first = tensors[bucket.slots[0].tensor].name
                 what = f"bucket {number + 1} of {len(buckets)}, from {first} on"
                 numbered.append((number, line.link.number, Step(line, bucket, what)))
         return [step for _, _, step in sorted(numbered, key=lambda entry: entry[:2])]
 
+    def full(self, begun: Iterable[Step]) -> bool:
+        """Whether so much is in flight that another step has to wait: operations, or bytes, of
+        which two buckets are the bound of what a push may take beside the model.
+        """
+        sizes = [step.bucket.num_bytes for step in begun]
+        return len(sizes) >= self._in_flight or sum(sizes) >= 2 * self.exchange.bucket_bytes
+
     def view(self, buffer: Tensor, slot: Slot) -> Tensor:
         """A slot's place in a buffer, in the slice's own shape."""
         tensor = self.plan.tensors[slot.tensor]
-        count = slot.stop - slot.start
-        num_bytes = count * tensor.index_bytes(self.plan.item_bytes)
-        flat = buffer[slot.offset : slot.offset + num_bytes].view(self.dtype_of(slot.tensor))
-        shape = list(tensor.shape) or [1]
-        shape[tensor.axis or 0] = count
-        return flat.view(shape)
+        shape, dtype = slot.shape(tensor), self.dtype_of(slot.tensor)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return buffer[slot.offset : slot.offset + num_bytes].view(dtype).view(shape)
 
     def dtype_of(self, tensor: int) -> torch.dtype:
         """What tensor number `tensor` of the plan travels in."""

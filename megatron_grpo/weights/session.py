@@ -8,7 +8,7 @@ a collective until its timeout.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from torch.distributed import TCPStore
@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 from megatron_grpo.errors import WeightExchangeError
 
 FAILURE_POLL_S = 0.25
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 2e-5, 2e-3
 _FAILED = "weights/failed"
 
 
@@ -109,18 +110,47 @@ class Session:
         Raises:
             WeightExchangeError: somebody failed, or had not at the deadline; names them.
         """
-        where = f"{self.me}, version {version}"
-        next_check = 0.0
+        taken = self._key("taken", "count")
+        self.wait(
+            lambda: self.store.add(taken, 0) >= len(members),
+            f"{self.me}, version {version}",
+            "taken",
+            version,
+            until,
+            members,
+        )
+
+    def wait(
+        self,
+        done: Callable[[], bool],
+        where: str,
+        what: str,
+        version: int,
+        until: float,
+        members: Sequence[str],
+    ) -> None:
+        """Until `done`. Polls, for no store and no backend wakes up for a failure elsewhere.
+
+        Args:
+            what: the mark, "begun" or "taken", whose absence tells who is late.
+
+        Raises:
+            WeightExchangeError: somebody failed (says why), or the deadline passed (names who of
+                `members` is late), or the store or a connection is gone.
+        """
+        pause = _SHORTEST_SLEEP_S
+        next_check = time.monotonic() + FAILURE_POLL_S
         try:
-            while self.store.add(self._key("taken", "count"), 0) < len(members):
+            while not done():
                 now = time.monotonic()
+                if now > until:
+                    raise self.late(where, what, version, members)
                 if now > next_check:
                     if cause := self.failure():
                         raise gave_up(where, cause)
                     next_check = now + FAILURE_POLL_S
-                if now > until:
-                    raise self.late(where, "taken", version, members)
-                time.sleep(0.001)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_SLEEP_S)
         except RuntimeError as error:
             raise self.lost(where, error) from error
 

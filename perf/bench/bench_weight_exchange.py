@@ -5,9 +5,9 @@ broadcast of one flat buffer of the same bytes.
 
 Bare broadcasts and pushes take turns in the same processes and groups of the same kind; seconds are
 medians, and the ratio is that of the medians. The engine process takes what arrives into tensors of
-its own. `extra_peak_buckets` is the highest resident memory of the
-process that took most, above what it had before it joined the exchange, its model included, in
-buckets; the push that is measured is the first, which is also checked by checksums.
+its own. `extra_peak_buckets` is what a push takes beside the model: the highest resident memory
+during the first push, which is also checked by checksums, above what was resident after a bare
+broadcast of the model, in buckets, of the process where it is most.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_grpo.config.base import Value
 from megatron_grpo.conversion.config_json import parse_model_spec
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.weights.buckets import Slot
-from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.group import LinkGroup
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import host_store, join_store
+from megatron_grpo.weights.sender import CollectiveSender
 from megatron_grpo.weights.session import Session
 from megatron_grpo.weights.tables import planned_tensors
 
@@ -47,8 +49,13 @@ SHAPES = {
 
 
 def spec_of(model: str) -> ModelSpec:
+    return parse_model_spec(config_of(model), model)
+
+
+def config_of(model: str) -> dict[str, Value]:
+    """Its config.json."""
     hidden, ffn, layers, heads, kv_heads, vocab, tied = SHAPES[model]
-    fields = {
+    return {
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -64,7 +71,6 @@ def spec_of(model: str) -> ModelSpec:
         "rope_theta": 10000.0,
         "dtype": "float32",
     }
-    return parse_model_spec(fields, model)
 
 
 def flat_model(spec: ModelSpec) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,6 +92,12 @@ def memory(field: str) -> int:
     raise RuntimeError(field)
 
 
+def forget_peak() -> int:
+    """Start a new peak of resident memory; what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
 @dataclass(frozen=True)
 class Job:
     model: str
@@ -98,13 +110,14 @@ def trainer(pipe: Connection, job: Job, rank: int, address: Connection) -> None:
     torch.set_num_threads(1)
     spec = spec_of(job.model)
     flat, tensors = flat_model(spec)
-    before = memory("VmRSS")
     store, rendezvous = host_store(DEADLINE_S)
     address.send(rendezvous)
     sender = CollectiveSender(store, exchange_of(job, rendezvous), spec, 0, CPU)
+    bare = bare_group(job, sender, 0)
+    timed_broadcast(bare, flat)
+    before = forget_peak()
     report = sender.send(0, tensors)
     extra = memory("VmHWM") - before
-    bare = bare_group(job, sender, 0)
     bare_s, ours_s = [], []
     for version in range(1, job.rounds + 1):
         bare_s.append(timed_broadcast(bare, flat))
@@ -120,23 +133,24 @@ def engine(pipe: Connection, job: Job, number: int, address: Connection) -> None
     spec = spec_of(job.model)
     flat, tensors = flat_model(spec)
     table = planned_tensors(spec)
-    before = memory("VmRSS")
     rendezvous = address.recv()
     store = join_store(rendezvous, DEADLINE_S)
     receiver = CollectiveReceiver(store, exchange_of(job, rendezvous), spec, number - 1, CPU)
 
     def place(slot: Slot) -> Tensor:
         tensor = table[slot.tensor]
-        return tensors[tensor.name].narrow(tensor.axis or 0, slot.start, slot.stop - slot.start)
+        return slot.of(tensors[tensor.name], tensor, 0)
 
     def take(version: int) -> None:
         for _ in receiver.slices(version, place):
             pass
         receiver.confirm(version, (((name,), tensor) for name, tensor in tensors.items()))
 
+    bare = bare_group(job, receiver, number)
+    timed_broadcast(bare, flat)
+    before = forget_peak()
     take(0)
     extra = memory("VmHWM") - before
-    bare = bare_group(job, receiver, number)
     for version in range(1, job.rounds + 1):
         timed_broadcast(bare, flat)
         take(version)
@@ -160,7 +174,7 @@ def exchange_of(job: Job, rendezvous) -> Exchange:
 def bare_group(job: Job, end: CollectiveSender | CollectiveReceiver, place: int) -> LinkGroup:
     names = ["trainer", *(f"engine {e}" for e in range(job.engines))]
     session: Session = end.session
-    return LinkGroup(session, 10_000, names, place, "gloo", CPU)
+    return LinkGroup(session, 10_000, names, place, "gloo")
 
 
 def timed_broadcast(group: LinkGroup, flat: Tensor) -> float:

@@ -5,9 +5,9 @@
 
 A ratio compares two things measured side by side in one run (ours against the plain way, or against
 another library), so it holds on a busy or a different machine where seconds do not. What got worse
-by more than its tolerance is printed and the exit status is 1; a benchmark that fails ends the run.
-One that BENCHES does not know is run, and said not to be compared. `--update` makes
-the results the new baselines.
+by more than its tolerance is printed and the exit status is 1; so it is where a benchmark fails,
+after the others have run. One that BENCHES does not know is run, and said not to be compared.
+`--update` makes the results the new baselines.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,10 @@ BASELINES = ROOT / "perf/baselines"
 FOLDERS = (ROOT / "kernels/bench", ROOT / "perf/bench")
 DEADLINE_S = 1800
 Row = Mapping[str, object]
+
+
+class BenchError(Exception):
+    """A benchmark ended without its rows; says how."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,12 @@ def run_bench(path: Path, bench: Bench, trl: Path | None) -> list[Row]:
     command = [sys.executable, str(path), *bench.arguments, "--json"]
     if bench.needs_trl:
         command += ["--trl-python", str(trl)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"not done after {DEADLINE_S} s") from None
     if done.returncode:
-        raise SystemExit(f"{path.name} failed: {done.stderr[-2000:]}")
+        raise BenchError(f"exit status {done.returncode}: {done.stderr[-2000:]}")
     return rows_of(json.loads(done.stdout))
 
 
@@ -182,13 +190,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, list[Row]] = {}
     changes: list[Change] = []
     skipped: list[str] = []
+    failed = False
     for name in options.only or found:
         bench = BENCHES.get(name, Bench())
         if bench.needs_trl and (options.trl_python is None or not options.trl_python.exists()):
             skipped.append(f"{name}, for want of TRL: make bench-trl, or --trl-python")
             continue
         console.print(f"[dim]{name} ...[/dim]")
-        results[name] = run_bench(found[name], bench, options.trl_python)
+        try:
+            results[name] = run_bench(found[name], bench, options.trl_python)
+        except BenchError as error:
+            console.print(f"[bold red]{name} failed:[/bold red] {escape(str(error))}")
+            failed = True
+            continue
         baseline = BASELINES / f"{name}.json"
         if not bench.ratios:
             skipped.append(f"comparison of {name}: perf/bench/gate.py names no ratio of it")
@@ -203,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     show(changes, skipped, console)
-    return 1 if any(change.worse for change in changes) else 0
+    return 1 if failed or any(change.worse for change in changes) else 0
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ def test_a_run_without_stages_is_its_own_only_stage():
             "stages=[{name: a, steps: 540}, {name: b, steps: 40, reset_optimizer: true}]",
             "stage b: policy.optimizer.warmup_steps: is longer than the 40 optimizer steps",
         ),
+        ("stages=[{name: a, steps: 1}, {name: a, steps: 579}]", "stages: have a name twice"),
+        ("stages=[{name: .., steps: 580}]", "stages.0.name"),
         ("stage={name: a, after: 1, of: 2}", "stage: is written by the run itself"),
     ],
 )

@@ -201,8 +201,10 @@ def test_a_replay_comes_past_the_reset_too(folder, tmp_path):
     config = renewed(folder, tmp_path / "run").model_dump(mode="json")
     config |= {"steps": 4, "stages": config["stages"][:2]}
     config["policy"]["optimizer"]["warmup_steps"] = 2
+    config["checkpoint"]["keep_last"] = 4  # the one at the end of the first stage is to stay
     run_training(RunConfig.model_validate(config), Console(quiet=True))
-    assert run_replay(tmp_path / "run", 3, [], Console(quiet=True)).exact
+    replayed = run_replay(tmp_path / "run", 3, [], Console(quiet=True))
+    assert (replayed.started_after, replayed.exact) == (2, True)
 
 
 def test_a_renewed_reference_cannot_be_asked_for_when_the_stage_is_under_way(folder, tmp_path):

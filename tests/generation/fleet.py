@@ -16,10 +16,10 @@ from megatron_grpo.config import ModelConfig, SamplingConfig, VllmGeneratorConfi
 from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.protocols import PullReport
 from megatron_grpo.types import Completion, GenerationRequest
-from megatron_grpo.weights.collective import CollectiveSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 from megatron_grpo.weights.rendezvous import host_store
+from megatron_grpo.weights.sender import CollectiveSender
 
 DEADLINE_S = 30.0
 MAX_MODEL_TOKENS = 256
@@ -48,7 +48,6 @@ class Fleet:
         folder: Path,
         workers: int = 1,
         *,
-        spread_experts: bool = False,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.engines = engines
@@ -58,7 +57,7 @@ class Fleet:
         exchange = self.exchange = Exchange(
             rendezvous,
             PolicyLayout(layers=spec.num_layers),
-            FleetLayout(len(engines), workers, expert=spread_experts, layers=spec.num_layers),
+            FleetLayout(len(engines), workers, layers=spec.num_layers),
             "float32",
             "gloo",
             bucket_bytes=1 << 16,

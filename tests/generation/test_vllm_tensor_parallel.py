@@ -17,17 +17,18 @@ from tiny import save_tiny, tiny_model
 pytestmark = pytest.mark.slow
 
 DENSE = {"family": "llama", "tied": True, "head_dim": 32}
+EXPERTS = {"family": "qwen3_moe"}
 
 
-@pytest.mark.parametrize(("model", "spread"), [(DENSE, False)])
-def test_both_workers_of_an_engine_hold_their_part_of_the_pushed_weights(tmp_path, model, spread):
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+def test_both_workers_of_an_engine_hold_their_part_of_the_pushed_weights(tmp_path, model):
     folders = [save_tiny(tmp_path / str(seed), **model, seed=seed) for seed in (0, 1)]
-    config = CONFIG.model_copy(update={"tensor": 2, "expert": spread})
+    config = CONFIG.model_copy(update={"tensor": 2})
     engine = start_engine(folders[0], config)
     try:
         first, second = (tiny_model(**model, seed=seed) for seed in (0, 1))
         states = [load_file(folder / "model.safetensors") for folder in folders]
-        fleet = Fleet([engine], folders[0], workers=2, spread_experts=spread)
+        fleet = Fleet([engine], folders[0], workers=2)
         for state, right, wrong in ((states[0], first, second), (states[1], second, first)):
             fleet.push_tensors(state)
             asked = requests(6)

@@ -16,11 +16,13 @@ from generation.fleet import (
 )
 from rich.console import Console
 from tiny import save_tiny, tiny_model
+from weights.exchange import spec_of
 
 from megatron_grpo.conversion.boxes import Layout
 from megatron_grpo.conversion.convert import to_megatron
 from megatron_grpo.conversion.hf_folder import HfFolder
 from megatron_grpo.errors import WeightExchangeError
+from megatron_grpo.weights.disk import DiskSender
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +102,27 @@ def test_a_frozen_layer_is_not_sent_again_and_stays_what_it_was(engine, fleet):
     assert mean_difference(second, asked, done, TEMPERATURE) > 0.01
 
 
-def test_i5_an_engine_that_got_half_a_push_refuses_all_work_afterwards(engine, fleet):
+def test_an_engine_that_comes_late_has_the_newest_weights_on_disk_when_it_has_joined(
+    engine, fleet, folder, tmp_path
+):
+    first, second = tiny_model(**MODEL), tiny_model(**MODEL, seed=1)
+    exchange = replace(fleet.exchange, backend="disk", folder=str(tmp_path))
+    sender = DiskSender(tmp_path, exchange, spec_of(folder), 0)
+    for version, model in ((40, first), (41, second)):
+        sender.send(version, named(model))
+    engine.call("connect_weights", exchange, 0)
+    assert engine.call("version") == 41
+    asked = requests(8)
+    done = engine.run(asked)
+    assert mean_difference(second, asked, done, TEMPERATURE) < 1e-5
+    assert {int(v) for c in done.values() for v in c.versions} == {41}
+    sender.send(42, named(first))
+    engine.call("pull_weights", 42)
+    assert mean_difference(first, asked, engine.run(asked), TEMPERATURE) < 1e-5
+
+
+def test_i5_an_engine_that_got_half_a_push_refuses_all_work_afterwards(engine, folder):
+    fleet = Fleet([engine], folder)
     tensors = named(tiny_model(**MODEL, seed=1))
     name = list(tensors)[20]
     tensors[name] = torch.ones(3)
@@ -116,3 +138,4 @@ def test_i5_an_engine_that_got_half_a_push_refuses_all_work_afterwards(engine, f
     ]:
         with pytest.raises(WeightExchangeError, match="pull of version 99"):
             engine.call(method, *arguments)
+    fleet.sender.close()

@@ -37,10 +37,11 @@ from megatron_grpo.runtime.generator_proxy import RayGenerator
 from megatron_grpo.runtime.placement import plan_placement
 from megatron_grpo.runtime.policy_proxy import RayPolicy
 from megatron_grpo.runtime.ray_cluster import Member, RayCluster, call_all
-from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import host_store, join_store
+from megatron_grpo.weights.sender import CollectiveSender
 
 pytestmark = pytest.mark.slow
 RANKS, ENGINES = 2, 2

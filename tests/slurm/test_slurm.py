@@ -39,8 +39,8 @@ def test_engines_have_nodes_of_their_own_in_a_heterogeneous_job(cluster, grpo):
     parts = ("--nodes", "1", "--engine-nodes", "1", "--engine-partition", "main")
     job = cluster.launch(grpo("parts", 1), *parts, "--cpus-per-node", "3", "--time", "30")
     cluster.wait_for(job, "head listens")
-    lines = cluster.call("scontrol", "-o", "show", "job", job.number).splitlines()
-    assert len({re.search(r" NodeList=(\S+)", line)[1] for line in lines}) == 2
+    told = cluster.call("scontrol", "-o", "show", "job", job.number)
+    assert len(set(re.findall(r" NodeList=(\S+)", told))) == 2  # one of each part
     state = cluster.wait(job, 600)
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.log[-4000:]
     assert len(rewards(job.run_dir)) == 1
@@ -86,6 +86,8 @@ def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft)
     cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={limit}")
     whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
     cluster.wait_for(cut, "the time limit is near", 300)
+    # The next start has the job's limit, which would be as short.
+    cluster.call("scontrol", "update", f"JobId={cut.number}", "TimeLimit=30")
     cluster.wait_for(cut, "start 2", 300)
     state = cluster.wait(cut)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cut.log[-4000:]

@@ -14,11 +14,13 @@ from torch import Tensor
 from megatron_grpo.conversion.config_json import read_model_spec
 from megatron_grpo.conversion.families import ModelSpec
 from megatron_grpo.protocols import PushReport
-from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
+from megatron_grpo.weights.device_memory import Handles
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PlannedTensor, PolicyLayout
 from megatron_grpo.weights.parts import PartTensor
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import host_store, join_store
+from megatron_grpo.weights.sender import CollectiveSender
 from megatron_grpo.weights.tables import planned_tensors
 
 CPU = torch.device("cpu")
@@ -45,6 +47,7 @@ class Ends:
         fleet: FleetLayout,
         *,
         frozen: frozenset[str] = frozenset(),
+        handles: Handles | None = None,
         **settings: Any,
     ) -> None:
         self.spec, self.policy, self.fleet = spec, policy, fleet
@@ -52,12 +55,13 @@ class Ends:
         settings = {"dtype": "float32", "bucket_bytes": 1 << 14, "deadline_s": 30.0} | settings
         store, rendezvous = host_store(settings["deadline_s"])
         self.exchange = Exchange(rendezvous, policy, fleet, backend="gloo", **settings)
+        self.store = store
         self.pool = ThreadPoolExecutor(policy.num_ranks + fleet.num_workers)
 
         def joined(end: Any, number: int, *more: object) -> Any:
             host = end is CollectiveSender and number == 0
             own = store if host else join_store(rendezvous, settings["deadline_s"])
-            return end(own, self.exchange, spec, number, CPU, *more)
+            return end(own, self.exchange, spec, number, CPU, *more, handles=handles)
 
         senders = [self.start(joined, CollectiveSender, r, frozen) for r in range(policy.num_ranks)]
         receivers = [self.start(joined, CollectiveReceiver, w) for w in range(fleet.num_workers)]

@@ -15,10 +15,11 @@ from tiny import save_tiny
 from weights.exchange import CPU, WAIT_S, Ends, spec_of, state_of
 
 from megatron_grpo.errors import WeightExchangeError
-from megatron_grpo.weights.collective import CollectiveReceiver, CollectiveSender
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import host_store, join_store
+from megatron_grpo.weights.sender import CollectiveSender
 
 DENSE = {"family": "qwen2", "num_hidden_layers": 4}
 POLICIES = {
@@ -330,4 +331,4 @@ def test_k1_two_hundred_pushes_leave_memory_flat(tmp_path):
             if version == 50:
                 before, threads = resident(), threading.active_count()
         assert resident() - before < 4 << 20
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # those of tests before may end

@@ -11,7 +11,7 @@ from tiny import save_tiny
 from weights.exchange import CPU, spec_of, state_of
 
 from megatron_grpo.errors import WeightExchangeError
-from megatron_grpo.weights.disk import DiskReceiver, DiskSender, latest
+from megatron_grpo.weights.disk import DiskReceiver, DiskSender, clear, latest
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 from megatron_grpo.weights.parts import PartTensor
@@ -107,6 +107,16 @@ def test_old_versions_go_and_the_last_two_stay(tmp_path, model):
     for version in range(4):
         disk.push(version)
     assert sorted(p.name for p in disk.folder.iterdir()) == ["2", "3"]
+
+
+def test_versions_of_an_earlier_run_are_forgotten(tmp_path, model):
+    disk = Disk(tmp_path / "weights", model, deadline_s=0.3)
+    disk.push(7)
+    clear(disk.folder)
+    assert latest(disk.folder) is None
+    with pytest.raises(WeightExchangeError, match="complete did not appear"):
+        next(disk.receiver(0).receive(7))
+    clear(disk.folder)  # nothing is there: nothing to do
 
 
 def test_an_engine_that_holds_something_else_is_an_error_by_name(tmp_path, model):

@@ -133,13 +133,14 @@ def test_the_grade_command_writes_one_line_per_row_in_order(tmp_path):
         {"response": "\\boxed{\ud83d}", "answer": "+5"},
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    lines = "\n".join(map(json.dumps, rows)) + "\n"
+    path.write_text(lines, encoding="utf-8-sig")  # some editors begin a file with a mark
     command = [sys.executable, "-m", "megatron_grpo.cli", "grade", str(path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3]
     )
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["reward"] for line in lines] == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert all(set(line) == {"reward", "reason", "extracted", "seconds"} for line in lines)
-    assert lines[3]["reason"] == "no answer" and lines[2]["extracted"] == "1331 and 1728"
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["reward"] for line in found] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert all(set(line) == {"reward", "reason", "extracted", "seconds"} for line in found)
+    assert found[3]["reason"] == "no answer" and found[2]["extracted"] == "1331 and 1728"

@@ -16,10 +16,10 @@ from tiny import save_tiny
 from weights.exchange import CPU, spec_of
 
 from megatron_grpo.config import ParallelConfig
-from megatron_grpo.weights.collective import CollectiveReceiver
 from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.layouts import FleetLayout, PolicyLayout
 from megatron_grpo.weights.parts import PartTensor
+from megatron_grpo.weights.receiver import CollectiveReceiver
 from megatron_grpo.weights.rendezvous import host_store, join_store
 
 SEQUENCES = random_sequences([(3, 5), (4, 7), (2, 6), (5, 9)])
