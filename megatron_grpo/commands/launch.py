@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from megatron_grpo.commands.options import ConfigPath, Overrides, wide_console
+
+if TYPE_CHECKING:
+    from megatron_grpo.check.findings import Report
 
 NodesOption = Annotated[int, typer.Option(min=1, help="nodes the run needs")]
 GpusPerNodeOption = Annotated[int, typer.Option(min=0, help="0: a run on CPUs")]
@@ -88,18 +92,14 @@ def slurm(
     """
     from grpo_launch.command import LaunchRequest, launch_slurm
 
-    from megatron_grpo.check.findings import Machines, show
+    from megatron_grpo.check.findings import Machines
     from megatron_grpo.check.run import check_config
 
     console = wide_console()
     engine_gpus = gpus_per_node if engine_gpus_per_node is None else engine_gpus_per_node
     machines = Machines(nodes, gpus_per_node, cpus_per_node, engine_nodes, engine_gpus)
     report = check_config(config, overrides or [], machines)
-    if report.exit_code:
-        show(report, console)
-        if not force and not dry_run:
-            console.print("not submitted; --force submits it all the same", style="bold")
-            raise typer.Exit(report.exit_code)
+    _heed(report, console, go_on=force or dry_run)
     request = LaunchRequest(
         config=config,
         overrides=tuple(overrides or ()),
@@ -121,3 +121,15 @@ def slurm(
         extra=tuple(sbatch or ()),
     )
     launch_slurm(request, console, dry_run=dry_run)
+
+
+def _heed(report: Report, console: Console, *, go_on: bool) -> None:
+    """Show what would stop the run, and end here unless told to go on."""
+    from megatron_grpo.check.findings import show
+
+    if not report.exit_code:
+        return
+    show(report, console)
+    if not go_on:
+        console.print("not submitted; --force submits it all the same", style="bold")
+        raise typer.Exit(report.exit_code)
