@@ -105,13 +105,16 @@ class MegatronFolder:
 
     Args:
         like: folder of config.json and the other side files, where the checkpoint has none.
+        state: of the optimizer, to see instead of the weights ("exp_avg", say); parameters that
+            have no such state are left out.
 
     Raises:
         CheckpointError: unreadable, or tensors missing or of another shape, by name.
     """
 
-    def __init__(self, path: Path, like: Path | None = None) -> None:
+    def __init__(self, path: Path, like: Path | None = None, state: str = "") -> None:
         self.path = path
+        self._prefix = f"optimizer.state.{state}." if state else ""
         self._side = like or path
         if not (self._side / "config.json").is_file():
             raise CheckpointError(
@@ -125,14 +128,18 @@ class MegatronFolder:
         headers = {}
         for rule, layer, expert in self.spec.parameters():
             dtype = self._check(rule, layer, expert)
+            if dtype is None:
+                continue
             for part, name in enumerate(rule.hf_names(layer, expert)):
                 self._places[name] = rule, part, layer, expert
                 headers[name] = Header(path, self.spec.hf_shape(name), dtype)
         self.headers: Mapping[str, Header] = headers
 
-    def _check(self, rule: Direct, layer: int, expert: int) -> torch.dtype:
+    def _check(self, rule: Direct, layer: int, expert: int) -> torch.dtype | None:
         place = locate(rule, self.spec, layer, expert)
-        tensor = self._stored.get(place.key)
+        tensor = self._stored.get(self._prefix + place.key)
+        if tensor is None and self._prefix:
+            return None
         if tensor is None:
             raise CheckpointError(
                 f"{self.path}: {place.key}",
@@ -180,7 +187,7 @@ class MegatronFolder:
         offsets = [*place.lead, first, *([columns.start] if matrix else [])]
         sizes = [1] * len(place.lead) + [last - first]
         sizes += [columns.stop - columns.start] if matrix else []
-        box = read_box(self.path, self._stored[place.key], offsets, sizes)
+        box = read_box(self.path, self._stored[self._prefix + place.key], offsets, sizes)
         box = box.reshape(sizes[len(place.lead) :])
         if len(mine) == 1:
             return box

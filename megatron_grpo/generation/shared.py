@@ -31,6 +31,23 @@ class SharedGenerator:
         self._collecting = threading.Lock()
         self._finished: dict[str, list[Completion]] = {}
         self._in_flight: dict[str, set[str]] = {}
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    def busy_s(self) -> float:
+        """Seconds so far in which any view had a request in flight."""
+        with self._lock:
+            since = self._busy_since
+            return self._busy_s + (0.0 if since is None else time.monotonic() - since)
+
+    def _note_load(self) -> None:
+        """After every change of what is in flight; with the lock."""
+        loaded = any(self._in_flight.values())
+        if loaded and self._busy_since is None:
+            self._busy_since = time.monotonic()
+        elif not loaded and self._busy_since is not None:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = None
 
     def view(self, name: str) -> GeneratorView:
         with self._lock:
@@ -49,11 +66,13 @@ class SharedGenerator:
                         remedy="give every request its own id",
                     )
             self._in_flight[name].update(request.request_id for request in requests)
+            self._note_load()
         try:
             self._generator.submit(requests)
         except GrpoError:
             with self._lock:
                 self._in_flight[name].difference_update(r.request_id for r in requests)
+                self._note_load()
             raise
 
     def collect(self, name: str, deadline_s: float) -> list[Completion]:
@@ -101,6 +120,7 @@ class SharedGenerator:
                 )
                 self._in_flight[owner].discard(completion.request_id)
                 self._finished[owner].append(completion)
+            self._note_load()
 
     def abort(self, name: str, request_ids: Sequence[str]) -> None:
         with self._lock:

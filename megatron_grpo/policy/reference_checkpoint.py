@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_grpo.errors import CheckpointError
 from megatron_grpo.policy.reference_optimizer import restore_moments, saved_moments, state_of
@@ -46,6 +48,24 @@ def copy_state(model: PreTrainedModel, optimizers: Sequence[Optimizer], steps: i
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def under_model_names(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Tensors of a Hugging Face file as the model keeps them in memory, where it may join what
+    files hold apart (experts). Parameters without a tensor are left out.
+
+    Args:
+        folder: holds the model's config.json.
+    """
+    with TemporaryDirectory(prefix="grpo-names-") as scratch:
+        save_file(dict(tensors), Path(scratch) / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(folder / "config.json", Path(scratch) / "config.json")
+        loaded: object = AutoModelForCausalLM.from_pretrained(
+            scratch, dtype=torch.float32, output_loading_info=True
+        )
+    model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
+    missing = set(report["missing_keys"])
+    return {name: _copy(p) for name, p in model.named_parameters() if name not in missing}
 
 
 def save_state(folder: Path, copy: StateCopy) -> None:

@@ -50,11 +50,12 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Counts when the last step was taken."""
+    """Counts and seconds when the last step was taken."""
 
     dropped_stale: int = 0
     replaced: int = 0
     interrupted: int = 0
+    busy_s: float = 0.0
 
 
 class LiveSource:
@@ -76,6 +77,7 @@ class LiveSource:
         has_spread: whether a group's rewards differ; used if rollouts.replace_rounds is set.
         mixture: (rows, weight) of consecutive stretches of the training prompts; None is one of
             all.
+        busy_s: seconds so far in which the engines had work, for the metrics.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class LiveSource:
         running_requests: RunningRequests = "finish",
         has_spread: Callable[[RolloutGroup], bool] | None = None,
         mixture: Sequence[tuple[int, float]] | None = None,
+        busy_s: Callable[[], float] = float,
     ) -> None:
         self._environment = environment
         self._fingerprint = environment.fingerprint()
@@ -114,7 +117,8 @@ class LiveSource:
         )
         # Held while a group moves from the collector to the buffer, and while both are looked at.
         self._moving = threading.Lock()
-        self._seen = _Seen()
+        self._busy_s = busy_s
+        self._seen = _Seen(busy_s=busy_s())
         self._metrics: dict[str, float] = {}
         self._thread = threading.Thread(target=self._collect, name="collector", daemon=True)
 
@@ -220,13 +224,16 @@ class LiveSource:
 
     def _since_last_step(self) -> dict[str, float]:
         counts, before = self._buffer.counts(), self._seen
-        self._seen = _Seen(counts.dropped_stale, counts.replaced, self._collector.num_interrupted)
+        self._seen = _Seen(
+            counts.dropped_stale, counts.replaced, self._collector.num_interrupted, self._busy_s()
+        )
         return {
             "groups_ready": float(counts.ready),
             "groups_in_flight": float(counts.in_flight),
             "groups_dropped_stale": float(self._seen.dropped_stale - before.dropped_stale),
             "groups_replaced": float(self._seen.replaced - before.replaced),
             "rollouts_interrupted": float(self._seen.interrupted - before.interrupted),
+            "engines_busy_s": self._seen.busy_s - before.busy_s,
         }
 
     def close(self) -> None:

@@ -7,13 +7,14 @@ single copy.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
 from megatron_grpo.batch import BatchShape, TrainBatch
 from megatron_grpo.config import ClusterConfig
-from megatron_grpo.errors import ClusterError
+from megatron_grpo.errors import CheckpointError, ClusterError
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.runtime.ray_cluster import Member, call_all, put
 from megatron_grpo.types import Float32
@@ -21,6 +22,8 @@ from megatron_grpo.weights.exchange import Exchange
 from megatron_grpo.weights.rendezvous import Rendezvous
 
 T = TypeVar("T")
+# How often ranks that write a checkpoint are asked whether they are done.
+_LOOK_S = 0.05
 
 
 class RayPolicy:
@@ -143,6 +146,24 @@ class RaySave:
         return all(cast(list[bool], self._all("save_done")))
 
     def result(self) -> None:
+        """Ranks are asked until all have written, so that none waits for another inside a
+        collective.
+
+        Raises:
+            CheckpointError: the files cannot be whole, or a rank has not written its share in
+                time.
+        """
+        until = time.monotonic() + self._deadline_s
+        while not all(written := cast(list[bool], self._all("save_done"))):
+            if time.monotonic() > until:
+                late = [m.name for m, done in zip(self._members, written, strict=True) if not done]
+                raise CheckpointError(
+                    ", ".join(late),
+                    f"did not write a share of the checkpoint within {self._deadline_s:g} s",
+                    remedy="see whether the disk answers; raise cluster.step_deadline_s for a slow "
+                    "one",
+                )
+            time.sleep(_LOOK_S)
         self._all("finish_save")
 
     def _all(self, method: str) -> list[object]:

@@ -227,6 +227,7 @@ def build_run(
         mixture=mixture_of(environment),
         running_requests=config.weights.running_requests,
         has_spread=lambda group: not has_zero_spread(group.rewards.tolist()),
+        busy_s=shared.busy_s,
     )
     stack.callback(source.close)
     run = Run(

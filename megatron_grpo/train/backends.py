@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron_grpo.config import RunConfig
@@ -74,6 +75,27 @@ def policy_alone(config: RunConfig) -> Iterator[PolicyBackend]:
         ranks = RayPolicy(start_ranks(config, cluster), config.cluster)
         yield ranks
         ranks.close()
+
+
+def load_from_megatron(policy: PolicyBackend, folder: Path) -> None:
+    """Continue on the reference policy from what a Megatron policy saved.
+
+    Raises:
+        CheckpointError: incomplete, or of another model or optimizer.
+    """
+    from megatron_grpo.conversion.training_state import read_training_state
+    from megatron_grpo.policy.reference_checkpoint import StateCopy, save_state, under_model_names
+
+    state = read_training_state(folder)
+    weights = under_model_names(state.weights, folder)
+    moments = {
+        f"{name}/{key}": value
+        for key, values in state.moments.items()
+        for name, value in under_model_names(values, folder).items()
+    }
+    with TemporaryDirectory(prefix="grpo-replay-") as scratch:
+        save_state(Path(scratch), StateCopy(weights, moments, state.steps))
+        policy.load(Path(scratch))
 
 
 def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from megatron_grpo.protocols import Algorithm, PolicyBackend
 from megatron_grpo.rollouts.stored_source import StoredSource
 from megatron_grpo.rollouts.zarr_store import ZarrStore
 from megatron_grpo.train.assemble import build_grpo
-from megatron_grpo.train.backends import policy_alone
+from megatron_grpo.train.backends import load_from_megatron, policy_alone
 from megatron_grpo.train.checkpoints import Checkpoint, list_checkpoints, problem_of
 from megatron_grpo.train.loop import begin_anew_if_due, train_on
 from megatron_grpo.train.metrics import METRICS_FILE, Phases
@@ -102,7 +103,8 @@ def run_replay(folder: Path, step: int, overrides: Sequence[str], console: Conso
     if step not in recorded:
         raise ConfigError(str(folder), f"has no step {step}: it made {len(recorded)}")
     checkpoint = None
-    if config.policy.type == saved.policy.type:  # the two kinds cannot load each other's
+    kinds = (saved.policy.type, config.policy.type)
+    if kinds != ("reference", "megatron"):  # the one pair that cannot load the other's
         checkpoint = _before(folder / "checkpoints", step)
     done = 0 if checkpoint is None else checkpoint.step
     console.print(
@@ -111,7 +113,8 @@ def run_replay(folder: Path, step: int, overrides: Sequence[str], console: Conso
     source = StoredSource(ZarrStore(folder / "rollouts"), done + 1)
     with policy_alone(config) as policy:
         if checkpoint is not None:
-            policy.load(checkpoint.folder / POLICY_FOLDER)
+            load = policy.load if kinds[0] == kinds[1] else partial(load_from_megatron, policy)
+            load(checkpoint.folder / POLICY_FOLDER)
         learner = _Learner(config, _algorithm(config), policy, Phases())
         steps = [_again(learner, source, recorded[number]) for number in range(done + 1, step + 1)]
     replay = Replay(done, config.policy == saved.policy, tuple(steps))

@@ -1,8 +1,7 @@
 """Saving a run as it goes: when, what, and off the critical path.
 
     after_step --due--> policy.save copies     --training goes on, the policy writes-->
-               --at a later step, written-->   a thread: checksums, manifest   -->
-               --at a later step, complete-->  older checkpoints go
+               --at a later step, written-->   a thread: checksums, manifest; older ones go
 
 Ranks meet inside the policy's verbs, so all of those are called by the training thread, between two
 steps.
@@ -215,15 +214,17 @@ class Saver:
         if pending.sealing is None and (wait or pending.writing.done()):
             self._pending = None  # a failed save is not tried again
             pending.writing.result()
-            pending.sealing = self._sealer.submit(
-                finish_checkpoint, pending.folder, pending.step, pending.metrics
-            )
+            pending.sealing = self._sealer.submit(self._seal, pending)
             self._pending = pending
         if pending.sealing is not None and (wait or pending.sealing.done()):
             self._pending = None
             pending.sealing.result()
             self._saved_step = pending.step
-            rotate(self._root, self._config, pending.step)
+
+    def _seal(self, pending: _Pending) -> None:
+        """On a thread: reading files again and removing old ones takes its time."""
+        finish_checkpoint(pending.folder, pending.step, pending.metrics)
+        rotate(self._root, self._config, pending.step)
 
     def failed(self, error: GrpoError) -> GrpoError:
         """What to raise for a failure among the steps: one that follows a signal is most likely its

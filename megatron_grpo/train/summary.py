@@ -20,6 +20,12 @@ class Summary:
     """Written to summary.json. Log-probability differences are between trainer and generator, on
     the same tokens under the same weights (synchronous runs), averaged over all trained tokens of
     the run.
+
+    Attributes:
+        trainer_idle_share: of the steps' time outside evaluations, the part in which training
+            waited for rollouts.
+        engines_idle_share: of the steps' time, the part in which no request was in flight.
+        staleness: share of the sampled tokens by age in weight versions, over all steps.
     """
 
     name: str
@@ -44,6 +50,9 @@ class Summary:
     trained_tokens: int
     trained_tokens_per_s: float
     step_s_median: float
+    trainer_idle_share: float
+    engines_idle_share: float
+    staleness: Mapping[str, float]
     wall_s: float
     seconds: Mapping[str, float]
 
@@ -98,9 +107,36 @@ def summarize(
         trained_tokens=trained,
         trained_tokens_per_s=rate(trained, seconds, TRAINING_PHASES),
         step_s_median=steps[len(steps) // 2],
+        trainer_idle_share=trainer_idle_share(records),
+        engines_idle_share=engines_idle_share(records),
+        staleness=staleness_of(records),
         wall_s=wall_s,
         seconds={phase: round(spent, 3) for phase, spent in seconds.items()},
     )
+
+
+def trainer_idle_share(records: Sequence[StepRecord]) -> float:
+    waited = sum(r.seconds.get(phase, 0.0) for r in records for phase in ("generate", "drain"))
+    spent = sum(r.step_s - r.seconds.get("evaluate", 0.0) for r in records)
+    return waited / spent if spent else 0.0
+
+
+def engines_idle_share(records: Sequence[StepRecord]) -> float:
+    busy = sum(r.metrics.get("engines_busy_s", 0.0) for r in records)
+    spent = sum(r.step_s for r in records)
+    return max(0.0, 1.0 - busy / spent) if spent else 0.0
+
+
+def staleness_of(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Age in weight versions -> share of all sampled tokens."""
+    counts: dict[str, float] = {}
+    for record in records:
+        for name, share in record.metrics.items():
+            age = name.removeprefix("staleness/")
+            if age != name:
+                counts[age] = counts.get(age, 0.0) + share * record.generated_tokens
+    total = sum(counts.values())
+    return {age: count / total for age, count in sorted(counts.items())} if total else {}
 
 
 def write_summary(summary: Summary, path: Path) -> None:
@@ -128,6 +164,11 @@ def print_summary(summary: Summary, console: Console, folder: Path) -> None:
         f"on average ({summary.policy_dtype} and {summary.generator_dtype}); "
         f"generated {summary.generated_tokens_per_s:.0f} and trained "
         f"{summary.trained_tokens_per_s:.0f} tokens/s; {summary.wall_s:.0f} s in all"
+    )
+    ages = ", ".join(f"{share:.0%} {age}" for age, share in summary.staleness.items())
+    console.print(
+        f"training waited {summary.trainer_idle_share:.0%} of the time, engines "
+        f"{summary.engines_idle_share:.0%}; age of the tokens in weight versions: {ages}"
     )
     console.print(
         f"everything is in [bold]{folder}[/bold]: summary.json, metrics.jsonl, tensorboard, model"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -137,9 +137,9 @@ def _hold_until_done(held: list[_Group | None], pending: deque[Work]) -> None:
 
 def _group(store: PrefixStore, rank: int, size: int, backend: str, timeout: timedelta) -> _Group:
     if backend == "gloo":
-        return _gloo(store, rank, size, timeout)
+        return cast(_Group, _gloo(store, rank, size, timeout))
     if backend == "nccl":
-        return _nccl(store, rank, size, timeout)
+        return cast(_Group, _nccl(store, rank, size, timeout))
     raise WeightExchangeError(
         "weights.backend", "is not a collective backend", found=backend, remedy="gloo or nccl"
     )

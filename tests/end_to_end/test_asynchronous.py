@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,12 @@ from transformers import GenerationConfig
 
 from megatron_grpo.config.base import validate
 from megatron_grpo.config.run import RunConfig
+from megatron_grpo.errors import RunStopped
 from megatron_grpo.rollouts.zarr_store import ZarrStore
+from megatron_grpo.train import loop
 from megatron_grpo.train.assemble import run_training
+from megatron_grpo.train.checkpoints import list_checkpoints
+from megatron_grpo.train.saver import read_run_state
 
 STEPS = 4
 BUDGET = 12
@@ -81,17 +87,42 @@ def values(rule: str, model: Path, folder: Path) -> dict:
         "sampling": {"temperature": 0.7, "max_new_tokens": BUDGET},
         "weights": {"running_requests": rule},
         "evaluation": {"samples": 1},
+        "checkpoint": {"every": None, "finish_step_s": 60.0},
         **case,
         "rollouts": {**shape, **case.get("rollouts", {})},
     }
 
 
+def train_and_be_stopped_once(config: RunConfig, step: int, monkeypatch) -> int:
+    """Asked to stop in the middle of a step, then started again; the step that was saved."""
+    asked: list[None] = []
+    next_groups = loop.next_groups
+
+    def told(run, before):
+        if before.step == step - 1 and not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+        return next_groups(run, before)
+
+    monkeypatch.setattr(loop, "next_groups", told)
+    with pytest.raises(RunStopped, match="stopped by SIGTERM"):
+        run_training(config, Console(quiet=True))
+    [saved] = list_checkpoints(config.folder / "checkpoints")
+    source = read_run_state(saved)[0].source
+    assert source.version == saved.step  # of the weights
+    assert source.pending  # it was ahead
+    run_training(config, Console(quiet=True))
+    return saved.step
+
+
 @pytest.mark.parametrize(
     "rule", [pytest.param(r, marks=pytest.mark.slow if CASES[r] is REAL else ()) for r in CASES]
 )
-def test_tokens_are_at_most_one_version_old_and_each_step_says_so(rule, model, tmp_path):
+def test_tokens_are_at_most_one_version_old_also_in_a_run_that_was_stopped(
+    rule, model, tmp_path, monkeypatch
+):
     folder = tmp_path / "run"
-    run_training(validate(RunConfig, values(rule, model, folder), "test"), Console(quiet=True))
+    config = validate(RunConfig, values(rule, model, folder), "test")
+    assert train_and_be_stopped_once(config, 3, monkeypatch) in (2, 3)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     records = {line["step"]: line for line in lines if "loss" in line}
     store = ZarrStore(folder / "rollouts")
@@ -110,4 +141,8 @@ def test_tokens_are_at_most_one_version_old_and_each_step_says_so(rule, model, t
         if rule == "finish":  # no rollout mixes versions
             assert all(len(set(r.versions[r.loss_mask])) == 1 for r in rollouts)
     assert len(set(prompts)) == 2 * STEPS  # none twice
+    last = read_run_state(list_checkpoints(folder / "checkpoints")[-1])[0]
+    assert last.step == STEPS
+    # Every prompt that was handed out was either trained on or is still to come: none lost.
+    assert len(prompts) + len(last.source.pending) == last.source.next_prompt
     assert max(record["staleness_max"] for record in records.values()) == 1  # it did run ahead

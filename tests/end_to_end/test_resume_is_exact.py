@@ -292,4 +292,6 @@ def test_megatron_and_vllm_go_on_exactly_after_a_signal_and_after_a_kill(model, 
     assert_same_run(config.folder, straight.folder)
     # The checkpoint of the signal is the newest one before step 3.
     assert run_replay(config.folder, 3, [], QUIET).exact
-    assert run_replay(config.folder, 3, ["policy.type=reference"], QUIET).largest < 1e-4
+    other = run_replay(config.folder, 4, ["policy.type=reference"], QUIET)
+    assert (other.started_after, len(other.steps)) == (2, 2)
+    assert other.largest < 1e-4

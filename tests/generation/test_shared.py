@@ -1,6 +1,7 @@
 """Two callers on one generator: each gets its own completions, whoever waits."""
 
 import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -106,3 +107,24 @@ def test_two_views_may_not_have_the_same_request_in_flight():
     one.submit([request("a")])
     with pytest.raises(RolloutError, match="request a: is already in flight"):
         two.submit([request("a")])
+
+
+def test_the_generator_is_busy_while_any_view_has_a_request_in_flight(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    scripted = Scripted()
+    shared = SharedGenerator(scripted)
+    first, second = shared.view("first"), shared.view("second")
+    now[0] = 103.0
+    first.submit([request("a")])
+    now[0] = 104.0
+    second.submit([request("b")])
+    assert shared.busy_s() == 1.0
+    scripted.release("a")
+    first.collect(1.0)
+    now[0] = 106.0
+    assert shared.busy_s() == 3.0
+    scripted.release("b")
+    second.collect(1.0)
+    now[0] = 110.0
+    assert shared.busy_s() == 3.0

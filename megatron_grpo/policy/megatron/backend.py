@@ -6,6 +6,7 @@ part in every collective: membership follows the rank's place in the layout, nev
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -27,12 +28,7 @@ from megatron_grpo.errors import (
     WeightExchangeError,
 )
 from megatron_grpo.policy.megatron import mesh
-from megatron_grpo.policy.megatron.checkpoint import (
-    Writing,
-    begin_save,
-    finish_save,
-    load_checkpoint,
-)
+from megatron_grpo.policy.megatron.checkpoint import begin_checkpoint, load_checkpoint
 from megatron_grpo.policy.megatron.device import (
     prepare_device,
 )
@@ -43,6 +39,7 @@ from megatron_grpo.policy.megatron.export import (
 )
 from megatron_grpo.policy.megatron.mixture import check_stages
 from megatron_grpo.policy.megatron.parts import Parts, build_parts, shares_prefixes
+from megatron_grpo.policy.megatron.saving import Writing, finish_save
 from megatron_grpo.policy.megatron.schedule import Totals
 from megatron_grpo.protocols import Loss, PushReport, StepStats, UpdateStats
 from megatron_grpo.spans import SpanRecorder
@@ -128,6 +125,9 @@ class MegatronRank:
         self._join(rendezvous, device)
         frozen = None if self._frozen_folder is None else open_checkpoint(self._frozen_folder)
         self._parts = build_parts(self._config, source, frozen, device, self.spans)
+        # Megatron collects garbage in every save; what stays for the whole run need not be looked
+        # at each time.
+        gc.freeze()
 
     def _join(self, rendezvous: Rendezvous, device: torch.device) -> None:
         store = PrefixStore("policy", join_store(rendezvous, self._deadline_s))
@@ -154,6 +154,7 @@ class MegatronRank:
             self._sender.close()
         self._sender = self._exchange_store = None
         self._parts = None
+        gc.unfreeze()
         if dist.is_initialized():
             mesh.leave_mesh()
             dist.destroy_process_group()
@@ -226,11 +227,13 @@ class MegatronRank:
         if parts.engine.needs_sum:
             parts.updater.sum_gradients()
         parts.engine.gradients_taken()
+        self._wait_until_copied()
         norm, rate = parts.updater.step()
         return UpdateStats(norm, rate, time.monotonic() - start)
 
     def reset_optimizer(self) -> None:
         """Moments and step count to 0 on every rank."""
+        self._wait_until_copied()
         self._started.updater.reset()
 
     def logprobs(
@@ -260,6 +263,7 @@ class MegatronRank:
                 remedy="give its folder when the policy is made",
             )
         self._sync_parameters()
+        self._wait_until_copied()
         with self._started.frozen.in_place():
             return self.logprobs(microbatches, temperature)
 
@@ -312,14 +316,16 @@ class MegatronRank:
     # Training state
 
     def begin_save(self, folder: Path) -> None:
-        """Copy weights, optimizer and schedule, and start writing them. Collective."""
+        """Start to copy and write weights, optimizer and schedule. Collective."""
         parts = self._started
         if self._writing is not None:
             raise CheckpointError(
                 str(folder), "another save has not ended", remedy="finish it first"
             )
         self._sync_parameters()
-        self._writing = begin_save(folder, parts.wrapped, parts.updater, parts.source.side_files)
+        self._writing = begin_checkpoint(
+            folder, parts.wrapped, parts.updater, parts.source.side_files
+        )
 
     def save_done(self) -> bool:
         """Whether this rank has written its share."""
@@ -335,9 +341,15 @@ class MegatronRank:
         """Continue from a folder that `save` wrote under any layout. Collective."""
         parts = self._started
         self._sync_parameters()
+        self._wait_until_copied()
         load_checkpoint(folder, parts.wrapped, parts.updater)
         if self._sender is not None:
             self._sender.send_everything_next()
+
+    def _wait_until_copied(self) -> None:
+        """What a save copies must stay as it is until then."""
+        if self._writing is not None:
+            self._writing.wait_copied(self._deadline_s)
 
     def _sync_parameters(self) -> None:
         """Finish a parameter gather that was left to overlap with the next forward pass."""

@@ -7,29 +7,22 @@ no generator state to keep.
 
 from __future__ import annotations
 
-import inspect
-import queue
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_grpo.conversion.hf_folder import begin_folder, finish_folder, partial_folder
 from megatron_grpo.errors import CheckpointError
-from megatron_grpo.policy.megatron.export import agree, attempt
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.policy.megatron.optimizer import Updater
+from megatron_grpo.policy.megatron.saving import Writing, begin_save
+from megatron_grpo.policy.megatron.shares import Slice, memory_of
 
 _METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -37,139 +30,33 @@ _METADATA: dict[str, Any] = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-# Megatron 0.19 has two writers to choose from; 0.16 has one.
-_ASYNC_OPTIONS: dict[str, Any] = (
-    {"async_strategy": "mcore"}
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-    else {}
-)
+# What the distributed optimizer keeps a slice of.
+_SHARDED = ("param", "exp_avg", "exp_avg_sq")
 
 
-class Writing:
-    """A checkpoint between `begin_save` and `finish_save`, on one rank: a thread writes this rank's
-    share of it.
-    """
-
-    def __init__(self, folder: Path, request: Any, side_files: Sequence[Path]) -> None:
-        self.folder = folder
-        self.side_files = side_files
-        self.request = request
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="write-checkpoint")
-        self.share = self.pool.submit(_write, request)
-
-
-def begin_save(
+def begin_checkpoint(
     folder: Path,
     chunks: Sequence[DistributedDataParallel],
     updater: Updater,
     side_files: Sequence[Path],
 ) -> Writing:
-    """Copy the state and start writing it. Collective; raises CheckpointError on every rank.
-
-    Args:
-        side_files: the model's config, tokenizer and so on, without which the folder could not be
-            converted.
-    """
-    first = dist.get_rank() == 0
-    agree(attempt(lambda: begin_folder(folder)) if first else None)
+    """Start a save of the state as it is. Collective; see saving.begin_save."""
     _fill_optimizer_state(updater)
     state = _state(chunks, updater, loading=False)
-    _copy_shared(state, chunks, updater)
-    # Megatron would start a process for this queue; threads need none.
-    cast(Any, filesystem_async)._results_queue = queue.Queue()
-    problem = request = None
-    try:
-        request = dist_checkpointing.save(
-            state,
-            str(partial_folder(folder)),
-            ("torch_dist", 1),
-            content_metadata=_METADATA,
-            async_sharded_save=True,
-            **_ASYNC_OPTIONS,
-        )
-    except (OSError, CheckpointingException) as error:
-        problem = CheckpointError(str(folder), f"cannot be written: {error}")
-    agree(problem)
-    return Writing(folder, request, side_files)
-
-
-def finish_save(writing: Writing) -> None:
-    """Wait for this rank's share, then make the checkpoint whole, or nothing. Collective; raises
-    CheckpointError on every rank.
-    """
-    folder = writing.folder
-    failure = writing.share.exception()
-    writing.pool.shutdown()
-    agree(
-        None if failure is None else CheckpointError(str(folder), f"cannot be written: {failure}")
-    )
-    problem = None
-    try:
-        for finalize in writing.request.finalize_fns:
-            finalize()
-    except (OSError, CheckpointingException, CheckpointException) as error:
-        problem = CheckpointError(str(folder), f"cannot be written: {error}")
-    agree(problem)
-    side = writing.side_files
-    agree(attempt(lambda: finish_folder(folder, {}, 0, side)) if dist.get_rank() == 0 else None)
-
-
-def _write(request: Any) -> None:
-    """This rank's files. Megatron's own runner forks a process for each, which a rank with threads
-    at work must not.
-    """
-    if request.async_fn is None:
-        return
-    _, buckets, results = request.async_fn_args
-    if request.preload_fn is not None:
-        buckets = request.preload_fn()
-    transforms = request.async_fn.args[0]
-    written: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
-        answers: queue.Queue[tuple[int, Any]] = queue.Queue()
-        counts: queue.Queue[int] = queue.Queue()
-        counts.put(index)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, index, bucket, cast(Any, answers), cast(Any, counts), True
-        )
-        _, answer = answers.get_nowait()
-        if isinstance(answer, Exception):
-            raise answer
-        written[index] = answer
-    results.put(written)
-
-
-def _copy_shared(
-    state: dict[str, Any], chunks: Sequence[DistributedDataParallel], updater: Updater
-) -> None:
-    """Replace every tensor of the state that training writes to by a copy, on the CPU."""
-    live = {_memory_of(p) for chunk in chunks for p in chunk.parameters()}
-    for part in updater.optimizer.chained_optimizers:
-        for values in part.optimizer.state.values():
-            live |= {_memory_of(v) for v in values.values() if isinstance(v, torch.Tensor)}
-        for group in part.optimizer.param_groups:
-            live |= {_memory_of(p) for p in group["params"]}
-    for entry in _sharded_parts(state):
-        if entry.data is not None and (entry.data.is_cuda or _memory_of(entry.data) in live):
-            entry.data = entry.data.detach().to("cpu", copy=True)
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _sharded_parts(value: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    if isinstance(value, ShardedTensor | ShardedTensorFactory):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _sharded_parts(item)
+    state["content_metadata"] = dict(_METADATA)
+    holdings = {
+        memory: slices
+        for part in updater.optimizer.chained_optimizers
+        if isinstance(part, ReshardableOptimizer)
+        for memory, slices in part.holdings.items()
+    }
+    return begin_save(folder, state, holdings, side_files)
 
 
 def load_checkpoint(
     folder: Path, chunks: Sequence[DistributedDataParallel], updater: Updater
 ) -> None:
-    """Continue from `save_checkpoint`, whatever its layout. Collective.
+    """Continue from what `begin_checkpoint` saved, whatever its layout. Collective.
 
     Raises:
         CheckpointError: not there, incomplete, or of another model.
@@ -248,12 +135,18 @@ def _own_steps(updater: Updater) -> None:
 class ReshardableOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer with two repairs of its reshardable checkpoints.
 
-    Saving joins the buckets of a buffer without the padding between them, then looks parameters
-    up by their places with padding: all buckets after a padded one would be stored shifted (the
-    tied embedding of a pipeline has a bucket of its own).
+    Saving gathers every replica's state on all of them, to write it from one, and joins the buckets
+    of a buffer without the padding between them, then looks parameters up by their places with
+    padding. Here nothing is gathered: see `holdings`.
     Loading asks the file for every key of torch's AdamW state, `step` included, which is stored
     once for all parameters and already in place by then.
+
+    Attributes:
+        holdings: which part of the state dict's tensors this rank has. While saving, those have
+            room but no content.
     """
+
+    holdings: dict[int, list[Slice]]
 
     @classmethod
     def adopt(cls, updater: Updater) -> None:
@@ -261,15 +154,37 @@ class ReshardableOptimizer(DistributedOptimizer):
             if type(part) is DistributedOptimizer:
                 part.__class__ = cls
 
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
-        state = cast(Any, super().get_parameter_state_dp_zero(*args, **kwargs))
-        if state is None:
-            return None
-        for index, buffer in enumerate(self.buffers):
-            for tensors in state[index].values():
-                for key in ("param", "exp_avg", "exp_avg_sq"):
-                    tensors[key] = _with_padding(tensors[key], buffer)
+    def get_parameter_state_dp_zero(
+        self,
+        use_gloo_comm: bool = True,
+        empty_data: bool = False,
+        return_on_all_ranks: bool = False,
+    ) -> dict[Any, Any]:
+        """Flat tensors with room for all parameters of a buffer: to load into, or only to tell
+        where this rank's share belongs. Memory that nobody writes to costs nothing.
+        """
+        make = torch.zeros if empty_data else torch.empty
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        self.holdings = {}
+        for index, (ranges, buffer) in enumerate(zip(self.gbuf_ranges, self.buffers, strict=True)):
+            [(dtype, buckets)] = ranges.items()
+            room = {
+                key: make((buffer.numel,), dtype=torch.float32, device="cpu") for key in _SHARDED
+            }
+            state[index] = {dtype: {**room, "numel_unpadded": buffer.numel_unpadded}}
+            if not empty_data:
+                for key, tensor in room.items():
+                    self.holdings[memory_of(tensor)] = self._slices(key, buckets, buffer)
         return state
+
+    def _slices(self, key: str, buckets: Any, buffer: Any) -> list[Slice]:
+        found = []
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                live = self._get_main_param_and_optimizer_states(parameter)[key]
+                start = buffer.param_index_map[parameter][0] + ranges["param"].start
+                found.append(Slice(start, start + live.numel(), live.detach()))
+        return sorted(found, key=lambda one: one.start)
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
@@ -280,14 +195,3 @@ class ReshardableOptimizer(DistributedOptimizer):
         if "step" in state:
             tensors = {**tensors, "step": state["step"]}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
-
-
-def _with_padding(joined: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """Buckets joined without padding -> the same numbers where the buffer has them."""
-    whole = joined.new_zeros(buffer.numel)
-    start = 0
-    for bucket in buffer.buckets:
-        stop = start + bucket.numel_unpadded
-        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = joined[start:stop]
-        start = stop
-    return whole

@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import failing_saves as faults
 import megatron_cases as cases
 import numpy as np
 import pytest
-from huggingface_oracle import relative
+from huggingface_oracle import per_expert, relative
 from megatron_cases import LENGTHS, Case, random_sequences
 from megatron_ranks import rank_pool
 from tiny import save_tiny
 
+from megatron_grpo.config import ReferencePolicyConfig
 from megatron_grpo.errors import CheckpointError
+from megatron_grpo.policy.reference import ReferencePolicy
+from megatron_grpo.train.backends import load_from_megatron
+from megatron_grpo.weights.in_process import InProcessChannel
 
 OPTIMIZER = {
     "learning_rate": 1e-2,
@@ -90,6 +95,36 @@ def test_a_resumed_run_takes_the_step_the_straight_run_took(
     assert not (tmp_path / ".checkpoint.partial").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "saved", "optimizer"),
+    [
+        ("qwen2", {"data": 2}, OPTIMIZER),
+        ("qwen3_moe", {"tensor": 2, "sequence": True}, OPTIMIZER),
+        ("qwen3", {"pipeline": 2}, SGD),
+    ],
+    ids=["dense DP2", "experts TP2", "sgd PP2"],
+)
+def test_plain_hugging_face_takes_the_step_the_straight_run_took(
+    tmp_path: Path, family: Any, saved: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    source = save_tiny(tmp_path / "hf", family, tied=True)
+    policy = {"optimizer": optimizer, "distributed_optimizer": optimizer is OPTIMIZER}
+    first = Case(source, saved, SEQUENCES, policy=policy)
+    target = tmp_path / "checkpoint"
+    straight = rank_pool().run(2, cases.save_case, first, tmp_path, target)
+    settings = ReferencePolicyConfig.model_validate({"dtype": "float32", "optimizer": optimizer})
+    channel = InProcessChannel((), deadline_s=5.0, num_receivers=0)
+    plain = ReferencePolicy(source, settings, channel.sender)
+    load_from_megatron(plain, target)
+    plain.forward_backward(first.batch(plain.batch_shape), first.loss)
+    update = plain.optimizer_step()
+    got = {name: p.detach().numpy() for name, p in plain.model.named_parameters()}
+    want = {name: array for rank in straight for name, array in rank.items()}
+    plain.close()
+    assert relative(per_expert(got), want) < 2e-5
+    assert update.learning_rate == 1e-2
+
+
 def test_a_stage_without_experts_is_refused_before_anything_starts(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3_moe", mlp_only_layers=[1])
     bad = case(source, {"pipeline": 2})
@@ -103,3 +138,47 @@ def test_loading_what_is_not_a_checkpoint_is_one_clear_error(tmp_path: Path) -> 
     source = save_tiny(tmp_path / "hf", "qwen2")
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*not a training"):
         rank_pool().run(1, cases.resume_case, case(source, {}), tmp_path, tmp_path / "nowhere")
+
+
+@pytest.fixture(scope="module")
+def failing_saves(tmp_path_factory: pytest.TempPathFactory) -> list[faults.FailedSaves]:
+    """What both ranks saw of one save after another, each with a fault of its own."""
+    folder = tmp_path_factory.mktemp("faults")
+    source = save_tiny(folder / "hf", "qwen2", tied=True)
+    small = faults.small_disk(folder / "small")
+    try:
+        cut = case(source, {"data": 2})
+        return rank_pool().run(2, faults.failing_saves_case, cut, folder, small)
+    finally:
+        faults.unmount(small)
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_h3_a_save_that_fails_on_one_rank_is_one_error_on_all_and_leaves_the_one_before(
+    failing_saves: list[faults.FailedSaves], fault: str
+) -> None:
+    if fault == "full disk" and not failing_saves[0].has_small_disk:
+        pytest.skip("a small file system can only be mounted by root")
+    where, reason = faults.FAULTS[fault]
+    for rank, seen in enumerate(failing_saves):
+        error, seconds = seen.errors[fault], seen.seconds[fault]
+        assert error.startswith("CheckpointError") and reason in error
+        assert where in (rank, None) or f"rank {where}: " in error
+        assert seconds < cases.DEADLINE_S / 3  # told, not timed out
+    assert failing_saves[0].newest[fault] == 1
+    assert failing_saves[0].complete[fault] == [1]
+
+
+def test_h3_after_failed_saves_the_next_one_is_whole_and_training_was_not_touched(
+    failing_saves: list[faults.FailedSaves],
+) -> None:
+    assert failing_saves[0].newest["none"] == len(faults.FAULTS) + 2
+    assert all(seen.same_weights for seen in failing_saves)
+    assert all(seen.errors["none"] == "" for seen in failing_saves)
+
+
+def test_h4_an_update_waits_for_a_slow_copy_and_the_save_holds_what_was_before_it(
+    failing_saves: list[faults.FailedSaves],
+) -> None:
+    assert all(seen.waited_s > 0.9 * faults.SLOW_COPY_S for seen in failing_saves)
+    assert all(seen.loaded_is_before_update for seen in failing_saves)
