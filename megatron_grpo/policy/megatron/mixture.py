@@ -93,14 +93,20 @@ def repair_mixture() -> None:
     The router's matrix product asks for a name that is only imported with Transformer Engine. The
     dispatcher's counts become numpy arrays only when they come from a GPU, where the exchange
     takes nothing else. Gloo gathers and scatters equal parts only, and experts get unequal ones.
+    What routers count of their tokens would move biases, which stay; counting is a function that
+    torch compiles, and there may be no compiler.
     """
     if "te_general_gemm" not in vars(moe_utils):
         cast(Any, moe_utils).te_general_gemm = None
     cast(Any, moe_utils).maybe_move_tensor_to_cpu = _move_to_host
+    cast(Any, TopKRouter)._apply_expert_bias = _count_nothing
     dispatcher = cast(Any, token_dispatcher)
     dispatcher.maybe_move_tensor_to_cpu = _move_to_host
     dispatcher.gather_from_sequence_parallel_region = _gather
     dispatcher.reduce_scatter_to_sequence_parallel_region = _reduce_scatter
+
+
+def _count_nothing(*_: Any, **__: Any) -> None: ...
 
 
 _original_move = moe_utils.maybe_move_tensor_to_cpu
