@@ -85,7 +85,11 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> list[dict[str, Value]]
         loaded = {}
     if not isinstance(loaded, dict):
         raise ConfigError(str(path), "must be a mapping of sections", found=type(loaded).__name__)
-    bases = loaded.pop("extends", [])
+    bases = loaded.pop("extends", None) or []
+    if not isinstance(bases, str | list):
+        raise ConfigError(
+            f"{path}: extends", "must be a path or a list of paths", found=type(bases).__name__
+        )
     layers: list[dict[str, Value]] = []
     for base in [bases] if isinstance(bases, str) else bases:
         layers += _read_extended(path.parent / str(base), (*seen, path))

@@ -50,7 +50,8 @@ from megatron_grpo.errors import ConfigError
 class RunConfig(Section):
     """Everything a run needs. `megatron-grpo train CONFIG a.b=c` overrides any key."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Of the run's folder, so `.` and `..` are none."""
     run_dir: Path | None = None
     """Where results go; runs/<name> by default."""
     seed: NonNegativeInt = 1
@@ -101,8 +102,8 @@ class RunConfig(Section):
         configs: list[RunConfig] = []
         for stage in self.stages:
             stage.check_place(first=not configs)
-            changes = {k: v for k, v in stage.changes().items() if v}
-            if stage.renew_reference:
+            changes = written = {k: v for k, v in stage.changes().items() if v}
+            if stage.renew_reference and self.algorithm.type != "sft":
                 frozen = str(self.folder / REFERENCE_FOLDER / stage.name)
                 changes = merge(changes, {"algorithm": {"reference_path": frozen}})
             before = base
@@ -112,7 +113,8 @@ class RunConfig(Section):
             place = stage.place(after, self.steps)
             after += stage.steps
             values |= {"steps": after, "stages": [], "stage": place}
-            configs.append(validate(RunConfig, values, f"stage {stage.name}", [{}, changes]))
+            configs.append(validate(RunConfig, values, f"stage {stage.name}", [{}, written]))
+            stage.check_reference(compares=configs[-1].reference_folder is not None)
             self._check_carried_over(configs[-1], stage.name)
         return configs
 

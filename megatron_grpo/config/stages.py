@@ -62,6 +62,16 @@ class Stage(Section):
                 remedy="choose one of the two",
             )
 
+    def check_reference(self, *, compares: bool) -> None:
+        """Raises ConfigError for a reference that the stage's algorithm has no use for."""
+        if self.renew_reference and not compares:
+            raise ConfigError(
+                f"stage {self.name}: renew_reference",
+                "does nothing: the stage compares with no reference model",
+                found=True,
+                remedy="remove it, or set the stage's algorithm.kl_coefficient above 0",
+            )
+
 
 class StagePlace(Section):
     """Which stage of a run a resolved config belongs to."""

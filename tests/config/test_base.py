@@ -164,6 +164,11 @@ def test_extends_in_a_circle_is_refused(write):
     assert "a.yaml -> b.yaml" in refusal(write("extends: a.yaml\n", "c.yaml"))
 
 
+def test_extends_of_nothing_is_none_and_a_number_is_refused(write):
+    assert load_config(write("extends:\n" + MINIMAL)).steps
+    assert "extends: must be a path or a list of paths" in refusal(write("extends: 5\n"))
+
+
 def test_a_changed_type_replaces_its_section():
     old = {"policy": {"type": "megatron", "recompute": "full"}}
     assert merge(old, {"policy": {"type": "reference"}}) == {"policy": {"type": "reference"}}
@@ -171,6 +176,11 @@ def test_a_changed_type_replaces_its_section():
 
 def test_a_missing_file_is_one_line_naming_it(tmp_path):
     assert "absent.yaml: cannot be read" in refusal(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", ""])
+def test_a_name_that_is_no_folder_of_its_own_is_refused(write, name):
+    assert "name: " in refusal(write(MINIMAL), f"name={name}")
 
 
 def test_an_override_without_a_value_is_refused():

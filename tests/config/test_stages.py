@@ -108,7 +108,7 @@ def test_a_run_without_stages_is_its_own_only_stage():
         ),
         (
             "stages=[{name: a, steps: 1}, {name: b, steps: 579, renew_reference: true}]",
-            "stage b: algorithm.reference_path: does nothing without algorithm.kl_coefficient",
+            "stage b: renew_reference: does nothing: the stage compares with no reference model",
         ),
         (
             "stages=[{name: a, steps: 1}, {name: b, steps: 579, renew_reference: true, "
@@ -128,3 +128,9 @@ def test_o1_a_stage_that_cannot_be_run_is_named_when_the_config_is_read(override
     with pytest.raises(ConfigError) as caught:
         load_config(RECIPE, [override])
     assert message in str(caught.value)
+
+
+def test_a_stage_of_sft_has_no_reference_to_renew():
+    stages = "stages=[{name: a, steps: 8}, {name: b, steps: 8, renew_reference: true}]"
+    with pytest.raises(ConfigError, match="stage b: renew_reference: does nothing"):
+        load_config(CONFIGS / "sft_smollm2_chats_cpu.yaml", [stages])

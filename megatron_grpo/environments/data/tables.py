@@ -45,7 +45,14 @@ def numbered_rows(path: str, files: str, key: str) -> Iterator[tuple[str, Row]]:
     Raises:
         ConfigError: as above, or a row that is none, or whose text is none.
     """
-    found = find_files(path, files, key)
+    try:
+        found = find_files(path, files, key)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # pathlib's
+        raise ConfigError(
+            key, f"cannot be looked up: {error}", found=path, remedy="correct it, or files"
+        ) from error
     names = Counter(file.name for file in found)
     for file in found:
         name = file.name if names[file.name] == 1 else str(file)
@@ -54,7 +61,7 @@ def numbered_rows(path: str, files: str, key: str) -> Iterator[tuple[str, Row]]:
                 yield f"{name}:{number}", row
         except ConfigError:
             raise
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
             first = str(error).partition("\n")[0]
             raise ConfigError(
                 key, f"{file.name} cannot be read: {first}", found=str(file), remedy="repair it"

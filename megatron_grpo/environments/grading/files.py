@@ -72,6 +72,8 @@ def as_text(value: object, where: str) -> str:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return repr(value)  # also one that no float holds
+    if isinstance(value, float) and math.isfinite(value):
         return repr(value)
     raise RewardError(where, "must be text or a number", found=value, remedy="convert it to text")

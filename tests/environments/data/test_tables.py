@@ -72,6 +72,7 @@ def test_a_field_that_is_not_there_is_an_error_that_lists_those_that_are(path):
         ("rows.jsonl", "[1]", "rows.jsonl:1: must be a JSON object"),
         ("rows.json", '[{"a": "\\udc00"}]', "rows.json:1: holds half a character"),
         ("rows.json", "{}", "holds no list"),
+        ("rows.json", "[" * 100_000, "cannot be read: maximum recursion depth"),
         ("rows.parquet", "no parquet", "cannot be read"),
         ("rows.txt", "", "is none of"),
     ],
@@ -80,6 +81,15 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         list(read_rows(str(tmp_path / name), "**/*", "task.train.x.path"))
+
+
+@pytest.mark.parametrize(
+    ("path", "files"),
+    [("~nobody-of-this-name/x", "*"), ("x" * 5000, "*"), (".", "/*"), (".", ""), (".", "**x")],
+)
+def test_a_path_or_pattern_that_means_nothing_is_refused(path, files):
+    with pytest.raises(ConfigError, match=r"task\.path"):
+        list(read_rows(path, files, "task.path"))
 
 
 def test_what_is_missing_is_named():
