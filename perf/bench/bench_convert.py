@@ -3,10 +3,10 @@
     python perf/bench/bench_convert.py [FOLDER] [--layers 20] [--vocab 128256] [--json]
 
 Writes about 0.44 GB per layer and 2.1 GB for the vocabulary, three times, in a folder of its own
-under FOLDER (runs/), and removes it again: `--layers 2 --vocab 8192` is one GB. Layers are an even number,
-for two stages. Each part runs in a process of its own; nothing is held in memory between them.
-Without --json, exit status 1 if a conversion has less than half the speed of copying, or takes more than twice the
-largest tensor plus 1 GiB.
+under FOLDER (runs/), and removes it again: `--layers 2 --vocab 8192` is one GB. Layers are an even
+number, for two stages. Each part runs in a process of its own; nothing is held in memory between
+them. Without --json, exit status 1 if a conversion has less than half the speed of copying, or
+takes more than twice the largest tensor plus 1 GiB.
 """
 
 from __future__ import annotations
