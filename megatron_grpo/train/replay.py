@@ -23,7 +23,7 @@ from megatron_grpo.train.loop import begin_anew_if_due, train_on
 from megatron_grpo.train.metrics import METRICS_FILE, Phases
 from megatron_grpo.train.records import StepRecord, read_records
 from megatron_grpo.train.reference_scores import ReferenceScorer
-from megatron_grpo.train.run_folder import CONFIG_FILE
+from megatron_grpo.train.run_folder import config_of_step
 from megatron_grpo.train.saver import POLICY_FOLDER
 
 # Largest relative difference that another order of additions explains, in float32.
@@ -95,10 +95,9 @@ def run_replay(folder: Path, step: int, overrides: Sequence[str], console: Conso
         ConfigError: not a run's folder, or no such step.
         GrpoError: the policy cannot be built or loaded.
     """
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(str(folder), f"holds no {CONFIG_FILE}", remedy="name a run's folder")
-    saved = load_config(folder / CONFIG_FILE)
-    config = _config_of(folder / CONFIG_FILE, saved, overrides)
+    file, since = config_of_step(folder, step)
+    saved = load_config(file)
+    config = _config_of(file, saved, overrides)
     recorded = {record.step: record for record in read_records(folder / METRICS_FILE)}
     if step not in recorded:
         raise ConfigError(str(folder), f"has no step {step}: it made {len(recorded)}")
@@ -107,6 +106,14 @@ def run_replay(folder: Path, step: int, overrides: Sequence[str], console: Conso
     if kinds != ("reference", "megatron"):  # the one pair that cannot load the other's
         checkpoint = _before(folder / "checkpoints", step)
     done = 0 if checkpoint is None else checkpoint.step
+    if done + 1 < since:
+        raise ConfigError(
+            str(folder),
+            f"step {step} was taken under another config than step {done + 1}, the first one after "
+            "the newest checkpoint before it that can be loaded",
+            found=f"a config that holds from step {since} on",
+            remedy=f"keep the checkpoint of step {since - 1} (checkpoint.keep_last)",
+        )
     console.print(
         f"starting after step {done}, from {checkpoint.folder if checkpoint else 'the model'}"
     )

@@ -29,6 +29,7 @@ from megatron_grpo.train.checkpoints import (
 from megatron_grpo.train.saver import Origin, RunState, read_run_state
 
 CONFIG_FILE = "config.yaml"
+CONFIGS = "configs"
 MODEL_FOLDER = "model"
 CHECKPOINTS = "checkpoints"
 _LOCK_FILE = ".lock"
@@ -111,7 +112,32 @@ def open_run(
             say(f"going on after step {done} of {config.steps} ({resumed.checkpoint.folder})")
         (path / "summary.json").unlink(missing_ok=True)
         (path / CONFIG_FILE).write_text(origin.config, encoding="utf-8")
+        _record_config(path / CONFIGS, done + 1, origin.config)
         yield RunFolder(path, origin, resumed)
+
+
+def _record_config(root: Path, step: int, text: str) -> None:
+    """Keep the config that holds from `step` on; those of a history that is cut off go."""
+    root.mkdir(exist_ok=True)
+    for file in root.glob("*.yaml"):
+        if int(file.stem) >= step:
+            file.unlink()
+    (root / f"{step:08d}.yaml").write_text(text, encoding="utf-8")
+
+
+def config_of_step(path: Path, step: int) -> tuple[Path, int]:
+    """The config under which a run took `step`, and the first step it held for.
+
+    Raises:
+        ConfigError: not a run's folder.
+    """
+    if not (path / CONFIG_FILE).is_file():
+        raise ConfigError(str(path), f"holds no {CONFIG_FILE}", remedy="name a run's folder")
+    starts = [int(file.stem) for file in (path / CONFIGS).glob("*.yaml")]
+    start = max((one for one in starts if one <= step), default=None)
+    if start is None:
+        return path / CONFIG_FILE, 1
+    return path / CONFIGS / f"{start:08d}.yaml", start
 
 
 def origin_of(config: RunConfig) -> Origin:

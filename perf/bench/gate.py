@@ -91,6 +91,16 @@ BENCHES: Mapping[str, Bench] = {
             "extra_peak_buckets": Ratio("lower", 0.25),
         },
     ),
+    "bench_checkpoint": Bench(
+        (),
+        ("model",),
+        {"stall_share": Ratio("lower", 1.0)},  # of a synchronous save; a few hundredths
+    ),
+    "bench_convert": Bench(
+        ("--layers", "2", "--vocab", "8192"),
+        ("what",),
+        {"speed_of_copying": Ratio("higher", 0.6)},
+    ),
     "bench_rollout_store": Bench(
         ("--steps", "60", "--reads", "10"),
         ("steps", "rollouts_per_step"),

@@ -205,6 +205,12 @@ def test_a_replay_comes_past_the_reset_too(folder, tmp_path):
     run_training(RunConfig.model_validate(config), Console(quiet=True))
     replayed = run_replay(tmp_path / "run", 3, [], Console(quiet=True))
     assert (replayed.started_after, replayed.exact) == (2, True)
+    # Step 2 was taken under the first stage's settings, not those the run ended with.
+    early = run_replay(tmp_path / "run", 2, [], Console(quiet=True))
+    assert early.exact and early.same_policy
+    last = load_config(tmp_path / "run" / "config.yaml").algorithm
+    first = load_config(tmp_path / "run" / "configs" / "00000001.yaml").algorithm
+    assert first != last
 
 
 def test_a_renewed_reference_cannot_be_asked_for_when_the_stage_is_under_way(folder, tmp_path):
