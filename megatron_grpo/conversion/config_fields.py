@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from megatron_grpo.config.base import Value
 from megatron_grpo.errors import CheckpointError
+
+
+def is_positive(value: Value) -> TypeGuard[int | float]:
+    """Whether this is a number of use: not a flag, finite as a float, above 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= sys.float_info.max
 
 
 class Reader:
@@ -25,8 +33,8 @@ class Reader:
 
     def number(self, name: str) -> float:
         value = self.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            problem = "is missing" if value is None else "must be a positive number"
+        if not is_positive(value):
+            problem = "is missing" if value is None else "must be a positive finite number"
             raise self.error(name, problem, value, "take config.json from the model's author")
         return float(value)
 

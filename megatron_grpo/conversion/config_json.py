@@ -75,7 +75,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             str(path),
             f"cannot be read: {error}",
@@ -182,7 +182,7 @@ def _refuse_unknown(reader: Reader, family: Family) -> None:
                 "remove it if it does not",
             )
     kinds = reader.fields.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
+    if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
         raise reader.error(
             "layer_types", "only full_attention is supported", sorted(map(str, kinds))
         )

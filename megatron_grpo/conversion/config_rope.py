@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_grpo.config.base import Value
-from megatron_grpo.conversion.config_fields import Reader
+from megatron_grpo.conversion.config_fields import Reader, is_positive
 from megatron_grpo.conversion.model_parts import Rope, yarn_scale
 
 ROPE_FIELDS = {
@@ -35,7 +35,10 @@ def read_rope(reader: Reader) -> Rope:
     spelled = [
         v for v in (reader.fields.get("rope_theta"), new.get("rope_theta"), old.get("rope_theta"))
     ]
-    bases = {float(v) for v in spelled if isinstance(v, int | float)}
+    for value in spelled:
+        if value is not None and not is_positive(value):
+            raise reader.error("rope_theta", "must be a positive finite number", value)
+    bases = {float(v) for v in spelled if is_positive(v)}
     if not bases:
         raise reader.error(
             "rope_theta",

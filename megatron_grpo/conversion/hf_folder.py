@@ -106,10 +106,18 @@ def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            fields = json.loads(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON
             raise _broken(index, error) from error
-        files = [path / name for name in sorted(names)]
+        shards = fields.get("weight_map") if isinstance(fields, dict) else fields
+        if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
+            raise CheckpointError(
+                f"{index}: weight_map",
+                "must give the file of every tensor",
+                found=str(shards)[:80],
+                remedy="copy the file again",
+            )
+        files = [path / name for name in sorted(set(shards.values()))]
     else:
         files = [path / SINGLE]
     missing = [file.name for file in files if not file.is_file()]

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,23 @@ class Stored:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
+
+# What reading a file with flipped bytes raises, by where they are (UnicodeError is a ValueError).
+_DAMAGE = (
+    OSError,
+    EOFError,
+    pickle.UnpicklingError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 # Everything `.metadata` may name; pickle could call anything else.
 _METADATA_CLASSES = frozenset(
@@ -116,9 +134,9 @@ def read_index(path: Path) -> Mapping[str, Stored]:
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 found[key] = _stored(key, entry, places)
-    except (OSError, EOFError, pickle.UnpicklingError, KeyError, AttributeError) as error:
+        _check_files(path, found.values())
+    except _DAMAGE as error:
         raise _broken(path / METADATA, error) from error
-    _check_files(path, found.values())
     return found
 
 
@@ -138,7 +156,11 @@ def _stored(
                 place.length,
             )
         )
-    return Stored(tuple(entry.size), entry.properties.dtype, tuple(pieces))
+    dtype = entry.properties.dtype
+    dims = {len(entry.size), *(len(p.offsets) for p in pieces), *(len(p.sizes) for p in pieces)}
+    if len(dims) > 1 or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key} is not described as a tensor")
+    return Stored(tuple(entry.size), dtype, tuple(pieces))
 
 
 def _check_files(path: Path, tensors: Iterable[Stored]) -> None:
@@ -154,7 +176,8 @@ def _check_files(path: Path, tensors: Iterable[Stored]) -> None:
 
 
 def _broken(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(str(file), f"cannot be read: {error}", remedy="copy the file again")
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return CheckpointError(str(file), f"cannot be read: {said}", remedy="copy the file again")
 
 
 def read_box(path: Path, tensor: Stored, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -191,7 +214,7 @@ def _load(file: Path, piece: Piece) -> Tensor:
         with file.open("rb") as opened:
             view = _create_file_view(opened, piece.start, piece.length)
             loaded = torch.load(cast(BinaryIO, view), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except _DAMAGE as error:
         raise _broken(file, error) from error
     if not isinstance(loaded, Tensor) or tuple(loaded.shape) != piece.sizes:
         raise CheckpointError(f"{file}: {piece.key}", "is not the piece that the index names")

@@ -246,6 +246,28 @@ def test_rope_kinds_that_are_not_supported_are_refused_by_name() -> None:
         parse_model_spec(config(rope_parameters=odd), "config.json")
 
 
+@pytest.mark.parametrize("value", [0, -1, True, float("inf"), float("nan"), 10**400, "1e6"])
+def test_numbers_that_are_none_are_refused_by_name(value: Any) -> None:
+    bad = r": must be a positive finite number"
+    for field in ("num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta"):
+        with pytest.raises(CheckpointError, match=f"config.json: {field}{bad}"):
+            parse_model_spec(config(**{field: value}), "config.json")
+    for field in ("factor", "beta_fast", "mscale"):
+        rope = {**DEEPSEEK_V3["rope_scaling"], field: value}
+        with pytest.raises(CheckpointError, match=f"{field}{bad}"):
+            parse_model_spec({**DEEPSEEK_V3, "rope_scaling": rope}, "config.json")
+    for nested in ({"rope_parameters": {**ROPE, "rope_theta": value}}, {"rope_theta": value}):
+        with pytest.raises(CheckpointError, match=f"rope_theta{bad}"):
+            parse_model_spec(config(**nested), "config.json")
+    with pytest.raises(CheckpointError, match=f"routed_scaling_factor{bad}"):
+        parse_model_spec({**DEEPSEEK_V3, "routed_scaling_factor": value}, "config.json")
+
+
+def test_layer_types_of_objects_are_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="layer_types: only full_attention"):
+        parse_model_spec(config(layer_types=[{}, []]), "config.json")
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

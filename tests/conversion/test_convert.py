@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from megatron_grpo.conversion.convert import to_hugging_face, to_megatron
 from megatron_grpo.conversion.hf_folder import INDEX, SINGLE, HfFolder
 from megatron_grpo.conversion.megatron_folder import MegatronFolder
 from megatron_grpo.conversion.sharding import shard_of
-from megatron_grpo.conversion.torch_dist import METADATA, read_index
+from megatron_grpo.conversion.torch_dist import METADATA, read_box, read_index
 from megatron_grpo.errors import CheckpointError, ConfigError
 
 QUIET = Console(quiet=True)
@@ -273,6 +274,28 @@ def test_broken_megatron_checkpoints_are_one_clear_error_each(tmp_path: Path) ->
     (tmp_path / "tied" / "config.json").write_text((other / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"output_layer\.weight: is missing"):
         MegatronFolder(tmp_path / "tied")
+
+
+def test_flipped_bytes_of_a_megatron_checkpoint_are_one_clear_error(tmp_path: Path) -> None:
+    source = HfFolder(save_tiny(tmp_path / "hf", "qwen2"))
+    to_megatron(source, tmp_path / "out", Layout(), QUIET)
+    pieces = [p for tensor in read_index(tmp_path / "out").values() for p in tensor.pieces]
+    places = random.Random(0)
+    for name in (METADATA, "__0_0.distcp"):
+        whole = (tmp_path / "out" / name).read_bytes()
+        starts = [0] if name == METADATA else [p.start for p in pieces if p.file == name]
+        refused = 0
+        for _ in range(40):
+            at = places.choice(starts) + places.randrange(700)
+            flipped = whole[:at] + bytes([whole[at] ^ places.randrange(1, 256)]) + whole[at + 1 :]
+            (tmp_path / "out" / name).write_bytes(flipped)
+            try:
+                for tensor in read_index(tmp_path / "out").values():
+                    read_box(tmp_path / "out", tensor, [0] * len(tensor.shape), tensor.shape)
+            except CheckpointError as error:
+                refused += "\n" not in str(error)
+        assert refused >= 5
+        (tmp_path / "out" / name).write_bytes(whole)
 
 
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:

@@ -91,6 +91,24 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         HfFolder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"[]", r"weight_map: must give the file of every tensor \(found '\[\]'\)"),
+        (b"{}", "weight_map: must give the file"),
+        (b'{"weight_map": {"a": 3}}', "weight_map: must give the file"),
+        (b'{"weight_map": "a"}', "weight_map: must give the file"),
+        (b"\xff\xfe{}", "cannot be read: 'utf-8'"),
+        (b"{", "cannot be read: Expecting"),
+    ],
+)
+def test_a_broken_index_is_one_clear_error(tmp_path: Path, text: bytes, problem: str) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / INDEX).write_bytes(text)
+    with pytest.raises(CheckpointError, match=problem):
+        HfFolder(folder)
+
+
 def copy_in_two(source: HfFolder, target: Path) -> None:
     begin_folder(target)
     names = list(source.headers)
