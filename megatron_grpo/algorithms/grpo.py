@@ -26,6 +26,7 @@ from megatron_grpo.algorithms.losses import (
     cispo_surrogate,
     clipped_surrogate,
     correction_weights,
+    kl_estimates,
     kl_loss,
     log_ratio,
 )
@@ -137,8 +138,9 @@ class Grpo:
         loss_T = policy_T
         if microbatch.reference_logprob_T is not None:
             d_T = (logprob_T - microbatch.reference_logprob_T).detach()
-            sums["kl_reference_k1"] = masked_sum(d_T, mask_T)
-            sums["kl_reference_k3"] = masked_sum(torch.expm1(-d_T) + d_T, mask_T)
+            k1_T, k3_T = kl_estimates(-d_T)
+            sums["kl_reference_k1"] = masked_sum(k1_T, mask_T)
+            sums["kl_reference_k3"] = masked_sum(k3_T, mask_T)
         if config.kl_coefficient and config.kl_in == "loss":
             if microbatch.reference_logprob_T is None:
                 raise _no_reference("micro-batch")

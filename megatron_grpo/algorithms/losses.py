@@ -173,9 +173,11 @@ def kl_loss(
 
 
 def kl_estimates(log_ratio_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Single-sample estimates [T] of KL(behaviour || policy) on tokens the behaviour policy drew.
+    """Single-sample estimates [T] of KL(q || p) on tokens that q drew.
 
-    With d = log(policy / behaviour): k1 = -d, and k3 = exp(d) - 1 - d, which is never negative
-    (Schulman 2020, "Approximating KL divergence"). Values for monitoring, not losses.
+    With d = log(p / q): k1 = -d, and k3 = exp(d) - 1 - d, which is never negative (Schulman 2020,
+    "Approximating KL divergence"). Values for monitoring, not losses; the exponential is held, so
+    that one token cannot make a mean infinite.
     """
-    return -log_ratio_T, torch.expm1(log_ratio_T) - log_ratio_T
+    held_T = log_ratio_T.clamp(max=_MAX_LOG_RATIO)
+    return -log_ratio_T, torch.expm1(held_T) - log_ratio_T

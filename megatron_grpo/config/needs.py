@@ -118,7 +118,7 @@ def without_idle_keys(
                     need.key,
                     f"does nothing without {need.other} {need.words} (it is {found})",
                     found=value if isinstance(value, int | float) else str(value),
-                    remedy="set that, or remove this",
+                    remedy="remove this" if found is None else "set that, or remove this",
                 )
             )
         else:

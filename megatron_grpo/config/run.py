@@ -307,6 +307,7 @@ class RunConfig(Section):
                 [n for n in RolloutsConfig.model_fields if n != "groups_per_step"],
             ),
             ("evaluation", self.evaluation, ["samples", "max_new_tokens"]),
+            ("weights", self.weights, list(WeightsConfig.model_fields)),
         ):
             for key in unused:
                 value = given.model_dump()[key]

@@ -15,7 +15,7 @@ SOFTMAX_FIELDS = frozenset(
     num_experts_per_tok num_local_experts router_aux_loss_coef
     """.split()  # noqa: SIM905 (a list of words reads better)
 )
-# num_nextn_predict_layers counts layers beside the model, see `ModelSpec.is_beside`.
+# num_nextn_predict_layers counts layers beside the model, see `ModelSpec.beside`.
 SIGMOID_FIELDS = frozenset(
     """
     aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size n_group n_routed_experts

@@ -167,7 +167,9 @@ def _refuse_unknown(reader: Reader, family: Family) -> None:
     for name, value in reader.fields.items():
         if name in only:
             sliding_off = (
-                name == "sliding_window" and reader.fields.get("use_sliding_window") is False
+                name == "sliding_window"
+                and reader.fields.get("use_sliding_window") is False
+                and not family.window_by_default  # such a family has no such switch
             )
             if value not in only[name] and value is not None and not sliding_off:
                 allowed = " or ".join(str(v) for v in only[name])

@@ -39,7 +39,14 @@ from megatron_grpo.conversion.config_json import config_text
 from megatron_grpo.conversion.hf_folder import CONFIG, SINGLE, HfFolder, finish_folder, write_shard
 from megatron_grpo.conversion.journal import Journal
 from megatron_grpo.conversion.megatron_folder import MegatronFolder, extra_states
-from megatron_grpo.conversion.torch_dist import Piece, write_index, write_pieces
+from megatron_grpo.conversion.torch_dist import (
+    COMMON,
+    MARKER,
+    METADATA,
+    Piece,
+    write_index,
+    write_pieces,
+)
 from megatron_grpo.errors import CheckpointError
 
 # Hugging Face's own habit.
@@ -55,6 +62,13 @@ def to_megatron(source: HfFolder, target: Path, layout: Layout, console: Console
             finished is kept for the next try.
     """
     layout.check(source.spec)
+    clash = [file for file in source.side_files if file.name in (MARKER, METADATA, COMMON)]
+    if clash:
+        raise CheckpointError(
+            str(clash[0]),
+            "has the name of a file of Megatron's own",
+            remedy="rename it, or leave it out of the folder",
+        )
     tensors = whole_tensors(source, layout.tensor)
     files = plan_files(source.spec, tensors, layout)
     journal = Journal.open(target, source, {"to": "megatron", **asdict(layout)})
@@ -120,10 +134,12 @@ def to_hugging_face(
         ) -> Iterator[tuple[str, Tensor]]:
             for name, _, kind in group:
                 value = source.read(name)
-                check_finite(value, name)
-                yield name, value
+                cast = value.to(kind)
+                kept = kind == value.dtype
+                check_finite(cast, name if kept else f"{name}, as {kind},")
+                yield name, cast
                 bar.advance(task, value.numel() * kind.itemsize)
-                del value
+                del value, cast
 
         for file, group in zip(files, groups):
             if journal.find(file) is None:

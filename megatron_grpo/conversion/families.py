@@ -7,7 +7,7 @@ tensor table follows from the flags; the rules themselves are in `rules` and wor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -138,12 +138,20 @@ class ModelSpec:
             scale *= yarn_scale(self.rope.factor, self.rope.mscale_all_dim) ** 2
         return scale
 
-    def is_beside(self, hf_name: str) -> bool:
-        """Whether a tensor belongs to a layer after the model's last: multi-token prediction,
-        which takes no part in its log-probabilities.
+    def beside(self, hf_names: Collection[str]) -> set[str]:
+        """Tensors of layers of multi-token prediction, which come after the model's last and take
+        no part in its log-probabilities. What tells them from layers that config.json forgot is
+        their `eh_proj`.
         """
-        match = _HF_LAYER.match(hf_name)
-        return self.family.latent and match is not None and int(match[1]) >= self.num_layers
+        if not self.family.latent:
+            return set()
+        layers = {name: match for name in hf_names if (match := _HF_LAYER.match(name))}
+        return {
+            name
+            for name, match in layers.items()
+            if int(match[1]) >= self.num_layers
+            and f"model.layers.{match[1]}.eh_proj.weight" in layers
+        }
 
     @property
     def queries_per_group(self) -> int:

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_COMPARED_ROWS = 4096
 CONFIG = "config.json"
 
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -61,6 +64,24 @@ class HfFolder:
         self.spec: ModelSpec = read_model_spec(path / CONFIG)
         found = dict(_read_headers(path))
         self.headers: Mapping[str, Header] = _checked(found, self.spec, path)
+        if self.spec.tied and HEAD in found:
+            self._check_tied(found[HEAD])
+
+    def _check_tied(self, head: Header) -> None:
+        """A stored head that is not the embedding would be lost, and the model another one."""
+        rows = head.shape[0]
+        same = head.shape == self.headers[EMBEDDING].shape
+        for start in range(0, rows if same else 0, _COMPARED_ROWS):
+            end = min(start + _COMPARED_ROWS, rows)
+            with safe_open(head.file, framework="pt") as file:
+                part = file.get_slice(HEAD)[start:end]
+            same = same and torch.equal(part, self.read(EMBEDDING, 0, start, end))
+        if not same:
+            raise CheckpointError(
+                f"{self.path}: {HEAD}",
+                f"is not {EMBEDDING}, which config.json says it is (tie_word_embeddings)",
+                remedy="set tie_word_embeddings to false, or remove the tensor",
+            )
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         """A tensor, or its range [start, stop) along dimension `axis`; only that much is read."""
@@ -104,6 +125,12 @@ def _broken(file: Path, error: Exception) -> CheckpointError:
 
 def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX
+    if index.is_file() and (path / SINGLE).is_file():
+        raise CheckpointError(
+            str(path),
+            f"holds both {SINGLE} and {INDEX}",
+            remedy="remove the one that is not the model: programs differ in which they take",
+        )
     if index.is_file():
         try:
             fields = json.loads(index.read_text(encoding="utf-8"))
@@ -160,14 +187,14 @@ def _checked(found: dict[str, Header], spec: ModelSpec, path: Path) -> Mapping[s
             found=missing[:4],
             remedy="config.json (tie_word_embeddings, num_hidden_layers) must match the weights",
         )
-    beside = sum(spec.is_beside(name) for name in found)
+    beside = spec.beside(found)
     if beside:
-        log.warning("%s: %d tensors of multi-token prediction are left out", path, beside)
-    allowed = {*wanted, "lm_head.weight"} if spec.tied else set(wanted)
+        log.warning("%s: %d tensors of multi-token prediction are left out", path, len(beside))
+    allowed = {*wanted, HEAD} if spec.tied else set(wanted)
     extra = [
         name
         for name in found
-        if name not in allowed and not name.endswith(_IGNORED_SUFFIXES) and not spec.is_beside(name)
+        if name not in allowed and not name.endswith(_IGNORED_SUFFIXES) and name not in beside
     ]
     if extra:
         raise CheckpointError(

@@ -119,6 +119,8 @@ def test_kl_estimates_by_hand_and_in_expectation():
     # policy -1, behaviour -1.5, d = 0.5: k1 = -0.5, k3 = e^0.5 - 1 - 0.5 = 0.148721
     k1, k3 = kl_estimates(torch.tensor([0.5], dtype=torch.float64))
     assert (k1.item(), k3.item()) == pytest.approx((-0.5, 0.1487213), abs=1e-7)
+    # The furthest token counts a finite amount: e^20 - 1 - 1000.
+    assert kl_estimates(torch.tensor([1e3]))[1].item() == pytest.approx(485164194, rel=1e-6)
     # Over all three actions, weighted by the behaviour policy, both give the exact divergence.
     behavior = torch.log_softmax(torch.tensor([0.0, 0.5, -0.4], dtype=torch.float64), 0)
     policy = torch.log_softmax(torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64), 0)

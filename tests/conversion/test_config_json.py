@@ -177,6 +177,9 @@ def test_mistrals_unwritten_sliding_window_is_refused() -> None:
         parse_model_spec(config("mistral", sliding_window=None), "config.json")
     with pytest.raises(CheckpointError, match="sliding_window: changes the mathematics"):
         parse_model_spec(config("mistral", sliding_window=4096), "config.json")
+    windowed = config("mistral", sliding_window=4096)
+    with pytest.raises(CheckpointError, match="sliding_window: changes the mathematics"):
+        parse_model_spec({**windowed, "use_sliding_window": False}, "config.json")
 
 
 @pytest.mark.parametrize(

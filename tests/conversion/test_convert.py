@@ -128,6 +128,23 @@ def test_multi_token_prediction_is_left_out_and_config_says_so(tmp_path: Path, c
     HfFolder(back)
 
 
+def test_numbers_that_a_cast_would_make_infinite_are_named(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf")
+    name = "model.layers.0.mlp.up_proj.weight"
+    model = load_file(source / SINGLE)
+    model[name][0, 0] = 1e6
+    save_file(model, source / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name}, as torch.float16,: holds NaN or infinite"):
+        there_and_back(source, tmp_path, Layout(), dtype=torch.float16)
+
+
+def test_a_side_file_with_the_name_of_one_of_megatrons_is_refused(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf")
+    (source / "metadata.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"metadata.json: has the name of a file of Megatron"):
+        there_and_back(source, tmp_path, Layout())
+
+
 def test_a_routers_bias_is_not_cast(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "hf", "deepseek_v3")
     back = there_and_back(source, tmp_path, Layout(), dtype=torch.bfloat16)

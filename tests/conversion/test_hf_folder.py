@@ -12,6 +12,8 @@ from tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.conversion.hf_folder import (
+    EMBEDDING,
+    HEAD,
     INDEX,
     SINGLE,
     HfFolder,
@@ -65,6 +67,33 @@ def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
     rewrite(folder, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
     with pytest.raises(CheckpointError, match=r"do not belong.*layers\.2\.mlp\.up_proj"):
+        HfFolder(folder)
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen2", tied=True)
+    rewrite(folder, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
+    HfFolder(folder)  # a copy says nothing new
+    rewrite(folder, lambda t: t[HEAD][-1, -1].add_(1))
+    with pytest.raises(CheckpointError, match=r"is not model.embed_tokens.weight.*to false"):
+        HfFolder(folder)
+
+
+def test_layers_that_config_json_forgot_are_not_taken_for_multi_token_prediction(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny(tmp_path, "deepseek_v3", num_hidden_layers=3)
+    fields = json.loads((folder / "config.json").read_text())
+    layers = fields["num_hidden_layers"] - 1
+    (folder / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": layers}))
+    with pytest.raises(CheckpointError, match="do not belong to this deepseek_v3 model"):
+        HfFolder(folder)
+
+
+def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(CheckpointError, match=f"holds both {SINGLE} and {INDEX}"):
         HfFolder(folder)
 
 
