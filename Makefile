@@ -24,7 +24,7 @@ test: $(VENV)/.installed
 # process name spaces, and some 20 minutes (docs/launch.md has them by test), most of them waits for SLURM's own limits.
 test-slurm: $(VENV)/.installed
 	tests/slurm/install.sh
-	GRPO_SLURM_LAB=1 $(BIN)/python -m pytest tests/slurm -v
+	GRPO_SLURM_LAB=1 $(BIN)/python -m pytest tests/slurm tests/end_to_end/test_nothing_survives.py -v
 
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"

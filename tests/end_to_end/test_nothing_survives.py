@@ -64,6 +64,7 @@ def started(file: Path, folder: Path, environment: dict[str, str]) -> subprocess
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.skipif("GRPO_SLURM_LAB" not in os.environ, reason="part of make test-slurm")
 def test_i3_nothing_is_left_of_a_run_that_lost_an_engine_or_was_killed(tmp_path):
     model = save_tiny_model(tmp_path / "model")
     GenerationConfig(eos_token_id=EOS).save_pretrained(model)
