@@ -12,8 +12,9 @@ from megatron_grpo.errors import CheckpointError
 
 def is_positive(value: Value) -> TypeGuard[int | float]:
     """Whether this is a number of use: not a flag, finite as a float, above 0."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value <= sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
 
 
 class Reader:
