@@ -133,6 +133,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 )
 def test_a_broken_index_is_one_clear_error(tmp_path: Path, text: bytes, problem: str) -> None:
     folder = save_tiny(tmp_path)
+    (folder / SINGLE).unlink()
     (folder / INDEX).write_bytes(text)
     with pytest.raises(CheckpointError, match=problem):
         HfFolder(folder)
