@@ -24,7 +24,7 @@ CASES_PER_LIFE = 30
 
 @functools.cache
 def rank_pool() -> RankPool:
-    """The session's ranks; started when first asked."""
+    """The ranks of this test process; started when first asked."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
