@@ -235,6 +235,7 @@ def test_oversampling_cuts_off_the_slowest_and_abort_resumes_them_under_new_weig
         "groups_dropped_stale": 0.0,
         "groups_replaced": 0.0,
         "rollouts_interrupted": 2.0,
+        "engines_busy_s": 0.0,  # a generator without engines has no spans
     }
     generator.version = 1
     source.published(1)

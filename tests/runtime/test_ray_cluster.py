@@ -78,7 +78,8 @@ def test_a_colocated_engine_sees_the_gpus_of_its_policy_ranks_and_no_others():
     cores = os.cpu_count() or 1
     # Ray hands out GPUs that are not there as it does real ones. One is in use already.
     with ray.init(num_cpus=max(8, cores), num_gpus=5, include_dashboard=False):
-        holder = ray.remote(num_gpus=1)(Sees).remote()
+        path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+        holder = ray.remote(num_gpus=1, runtime_env=path)(Sees).remote()
         held = ray.get(holder.gpus.remote(), timeout=120)
         address = ray.get_runtime_context().gcs_address
         command = [sys.executable, "-c", COLOCATED, address]
