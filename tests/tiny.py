@@ -85,7 +85,7 @@ def tiny_model(family: Family = "qwen2", *, tied: bool = False, seed: int = 0, *
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=0,
+        pad_token_id=9,  # in use like any other: nothing may treat it apart
     )
     settings.update(SETTINGS.get(family, {}))
     settings.update(changes)

@@ -212,10 +212,18 @@ class ReferencePolicy:
 
 
 def load_model(folder: Path, attention: Literal["sdpa", "eager"]) -> PreTrainedModel:
-    """In fp32, without dropout."""
-    return AutoModelForCausalLM.from_pretrained(
+    """In fp32, without dropout; every row of the embedding learns.
+
+    A config's pad token makes transformers leave the gradient of that row out, also where the
+    token means something: SmolLM2 pads with the token that ends a turn.
+    """
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
     ).eval()
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, torch.nn.Embedding):
+        embedding.padding_idx = None
+    return model
 
 
 def score_logits(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ class Oracle:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self.model.get_input_embeddings().padding_idx = None  # or one row's gradient is left out
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
         self.optimizer = torch.optim.AdamW(

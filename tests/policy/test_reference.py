@@ -104,6 +104,22 @@ def test_the_batch_may_be_cut_for_any_shape_and_gives_the_same_gradient(folder):
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-7)
 
 
+def test_the_token_that_pads_learns_like_any_other(folder, tmp_path):
+    """Nothing in the mathematics knows the config's pad token; transformers does."""
+    group = make_group([1.0, 0.0], prompt_ids=[4, 9, 7])
+    rows = []
+    for path in (folder, save_tiny(tmp_path / "other", pad_token_id=12)):  # 9, or 12
+        policy, _ = make_policy(path)
+        policy.forward_backward(
+            GRPO.make_batch([group], BatchShape(microbatch_tokens=64)), GRPO.loss
+        )
+        gradient_VD = policy.model.get_input_embeddings().weight.grad
+        assert isinstance(gradient_VD, torch.Tensor)
+        rows.append(gradient_VD[9].clone())
+    assert rows[0].abs().max() > 0
+    assert rows[0].tolist() == rows[1].tolist()
+
+
 def test_e1_changing_one_sequence_leaves_its_neighbours_bitwise_alone(folder):
     policy, _ = make_policy(folder)
     group = make_group([1.0, 0.0], response_lengths=[6, 5])

@@ -78,12 +78,14 @@ def test_a_colocated_engine_sees_the_gpus_of_its_policy_ranks_and_no_others():
     cores = os.cpu_count() or 1
     # Ray hands out GPUs that are not there as it does real ones. One is in use already.
     with ray.init(num_cpus=max(8, cores), num_gpus=5, include_dashboard=False):
-        path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
-        holder = ray.remote(num_gpus=1, runtime_env=path)(Sees).remote()
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        holder = ray.remote(num_gpus=1, runtime_env={"env_vars": path})(Sees).remote()
         held = ray.get(holder.gpus.remote(), timeout=120)
         address = ray.get_runtime_context().gcs_address
         command = [sys.executable, "-c", COLOCATED, address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env={**os.environ, **path}, capture_output=True, text=True, timeout=300
+        )
     assert done.returncode == 0, done.stderr
     *ranks, first, second = json.loads(done.stdout.splitlines()[-1])
     assert sorted([held, *ranks]) == ["0", "1", "2", "3", "4"]
