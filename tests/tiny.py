@@ -104,6 +104,7 @@ def tiny_model(family: Family = "qwen2", *, tied: bool = False, seed: int = 0, *
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
+    model.get_input_embeddings().padding_idx = None  # or that row's gradient is left out
     return model
 
 

@@ -89,7 +89,7 @@ def to_hf(
         raise ConfigError("--dtype", "is unknown", found=dtype, remedy="use fp32, bf16 or fp16")
     kind = None if dtype is None else kinds[dtype]
     source, target = source.expanduser(), target.expanduser()
-    folder = MegatronFolder(source, like)
+    folder = MegatronFolder(source, None if like is None else like.expanduser())
     to_hugging_face(folder, target, Console(stderr=True), kind, shard_bytes)
     typer.echo(f"wrote {target}")
     if verify:
@@ -146,12 +146,29 @@ def _verify(hugging_face: Path, megatron: MegatronFolder, dtype: torch.dtype | N
 
 
 def _token_ids(folder: Path, vocab: int) -> tuple[list[int], str]:
-    """A text in the model's own tokens; random ones where there is no tokenizer."""
+    """A text in the model's own tokens; random ones where there is no tokenizer.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be read.
+    """
+    import json
+
     import torch
     from transformers import AutoTokenizer
 
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    from megatron_grpo.errors import CheckpointError
+
+    if any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        try:
+            for file in folder.glob("tokenizer*.json"):
+                json.loads(file.read_text(encoding="utf-8"))
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                str(folder),
+                f"has a tokenizer that cannot be read: {str(error).strip().splitlines()[0]}",
+                remedy="copy its files again; the weights were written",
+            ) from error
         return list(tokenizer(_TEXT)["input_ids"]), "on a text"
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (96,), generator=generator).tolist()

@@ -128,6 +128,23 @@ def without_idle_keys(
     return config
 
 
+def made_idle(stage: Layer, config: Section, layers: Sequence[Layer]) -> list[str]:
+    """Keys of a stage that a layer after the one with the stages left without what they need.
+
+    Args:
+        layers: what `config`, the run, was merged from.
+    """
+    written = max((i for i, layer in enumerate(layers) if "stages" in layer), default=0)
+    return [
+        need.key
+        for need in NEEDS
+        if _layer_of(need.key, [{}, stage])
+        and not _decided_in(need.other, [{}, stage])
+        and _decided_in(need.other, layers) > written
+        and not need.met(_read(config, need.other))
+    ]
+
+
 def _read(config: Section, key: str) -> object:
     """The value at `section.name`; None where the section is absent or of a kind without it."""
     section, _, name = key.partition(".")

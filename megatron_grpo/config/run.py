@@ -39,7 +39,7 @@ from megatron_grpo.config.base import (
 )
 from megatron_grpo.config.checkpoint import CheckpointConfig, carried
 from megatron_grpo.config.data import ProblemTask
-from megatron_grpo.config.needs import without_idle_keys
+from megatron_grpo.config.needs import made_idle, without_idle_keys
 from megatron_grpo.config.rollouts import EvaluationConfig, RolloutsConfig, SamplingConfig
 from megatron_grpo.config.seats import check_seats
 from megatron_grpo.config.stages import REFERENCE_FOLDER, Stage, StagePlace
@@ -131,15 +131,17 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> RunConfig:
-        stages = [self]
+        layers = (info.context or {}).get("layers", [{}, self.model_dump()])
+        config, stages = self, [self]
         if self.stages:
             self._check_total()
-            stages = self.stage_configs()
+            live = [one.without(made_idle(one.changes(), self, layers)) for one in self.stages]
+            config = self.model_copy(update={"stages": live})
+            stages = config.stage_configs()
         else:
             self._check_warmup()
         self._check_parts()
-        layers = (info.context or {}).get("layers", [{}, self.model_dump()])
-        return without_idle_keys(self, stages, layers)
+        return without_idle_keys(config, stages, layers)
 
     def _check_total(self) -> None:
         total = sum(stage.steps for stage in self.stages)

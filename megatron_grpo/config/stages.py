@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field, JsonValue
@@ -33,10 +34,18 @@ class Stage(Section):
     evaluation: Changes = Field(default_factory=dict)
     weights: Changes = Field(default_factory=dict)
 
-    def changes(self) -> dict[str, Value]:
+    def changes(self) -> dict[str, Changes]:
         """Section -> what differs from the run's."""
         own = {"name", "steps", "reset_optimizer", "renew_reference"}
         return self.model_dump(mode="json", exclude=own)
+
+    def without(self, keys: Iterable[str]) -> Stage:
+        """The same without some `section.key`s."""
+        left = self.changes()
+        for key in keys:
+            section, _, name = key.partition(".")
+            left[section] = {n: v for n, v in left[section].items() if n != name}
+        return self.model_copy(update=left)
 
     def place(self, after: int, of: int) -> dict[str, Value]:
         """This stage as a StagePlace."""

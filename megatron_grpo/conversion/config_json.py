@@ -128,9 +128,11 @@ def config_text(text: str, dtype: str | None = None) -> str:
     """
     fields = json.loads(text)
     changes: dict[str, Value] = {name: 0 for name in _EXTRA_LAYERS if fields.get(name)}
-    key = "torch_dtype" if "torch_dtype" in fields and "dtype" not in fields else "dtype"
-    if dtype is not None and fields.get(key) != dtype:
-        changes[key] = dtype
+    said = [key for key in ("dtype", "torch_dtype") if fields.get(key)]
+    if dtype is not None:  # whichever key a reader takes
+        for key in said or ["dtype"]:
+            if str(fields.get(key)).removeprefix("torch.") != dtype:
+                changes[key] = dtype
     return json.dumps({**fields, **changes}, indent=2) + "\n" if changes else text
 
 
@@ -191,7 +193,9 @@ def _refuse_unknown(reader: Reader, family: Family) -> None:
 
 
 def _dtype(reader: Reader) -> str:
-    value = reader.fields.get("dtype", reader.fields.get("torch_dtype"))
+    value = reader.fields.get("dtype") or reader.fields.get("torch_dtype")
+    if isinstance(value, str):
+        value = value.removeprefix("torch.")
     if value not in ("float32", "bfloat16", "float16"):
         raise reader.error("dtype", "must be float32, bfloat16 or float16", value)
     return str(value)

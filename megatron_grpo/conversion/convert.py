@@ -123,7 +123,12 @@ def to_hugging_face(
     groups = in_groups(sized, shard_bytes)
     files = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     files = files if len(groups) > 1 else [SINGLE]
-    settings = {"to": "hugging_face", "dtype": str(dtype), "shard_bytes": shard_bytes}
+    settings = {
+        "to": "hugging_face",
+        "dtype": str(dtype),
+        "shard_bytes": shard_bytes,
+        "like": str(source.side.resolve()),
+    }
     journal = Journal.open(target, source, settings)
     total = sum(size for size, _ in sized)
     with _bar(console) as bar:

@@ -34,6 +34,8 @@ _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 _SAFETENSORS_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 # Written by old exporters; computed from the config by everyone who reads.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+# Where transformers keeps the chat templates beside the default one, by name.
+TEMPLATES = "additional_chat_templates"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -112,11 +114,12 @@ class HfFolder:
 
 def side_files_of(path: Path) -> list[Path]:
     """Everything a checkpoint needs besides weights: configs, tokenizer, chat template."""
-    return sorted(
+    beside = sorted(
         file
         for file in path.iterdir()
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES)
     )
+    return [*beside, *sorted((path / TEMPLATES).glob("*.jinja"))]
 
 
 def _broken(file: Path, error: Exception) -> CheckpointError:
@@ -298,8 +301,10 @@ def finish_folder(
             if file.name == CONFIG:
                 text = config_text(file.read_text(encoding="utf-8"))
                 (partial / CONFIG).write_text(text, encoding="utf-8")
-            else:
-                shutil.copyfile(file, partial / file.name)
+                continue
+            inner = TEMPLATES if file.parent.name == TEMPLATES else "."
+            (partial / inner).mkdir(exist_ok=True)
+            shutil.copyfile(file, partial / inner / file.name)
         old = target.parent / f".{target.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():

@@ -108,6 +108,9 @@ class MegatronFolder:
         state: of the optimizer, to see instead of the weights ("exp_avg", say); parameters that
             have no such state are left out.
 
+    Attributes:
+        side: folder of config.json.
+
     Raises:
         CheckpointError: unreadable, or tensors missing or of another shape, by name.
     """
@@ -115,14 +118,14 @@ class MegatronFolder:
     def __init__(self, path: Path, like: Path | None = None, state: str = "") -> None:
         self.path = path
         self._prefix = f"optimizer.state.{state}." if state else ""
-        self._side = like or path
-        if not (self._side / "config.json").is_file():
+        self.side = like or path
+        if not (self.side / "config.json").is_file():
             raise CheckpointError(
                 str(path),
                 "holds no config.json to say which model it is",
                 remedy="name the Hugging Face folder it came from with --like",
             )
-        self.spec: ModelSpec = read_model_spec(self._side / "config.json")
+        self.spec: ModelSpec = read_model_spec(self.side / "config.json")
         self._stored = read_index(path)
         self._places: dict[str, tuple[Direct, int, int, int]] = {}
         headers = {}
@@ -203,7 +206,7 @@ class MegatronFolder:
         ours = (MARKER, METADATA, COMMON)
         return [
             file
-            for file in side_files_of(self._side)
+            for file in side_files_of(self.side)
             if file.name not in ours and file.suffix != PIECES_SUFFIX
         ]
 

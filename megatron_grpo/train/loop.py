@@ -128,8 +128,9 @@ def one_step(run: Run, step: int) -> StepRecord:
     seconds, sampled = run.phases.take(), run.generator is not None
     record = step_record(step, groups, batch, stats, update, seconds, sampled=sampled)
     record = record.with_metrics(run.source.metrics())
-    run.metrics.log(step, record.values())
-    run.progress.advance(record.values())
+    with run.phases("log"):
+        run.metrics.log(step, record.values())
+        run.progress.advance(record.values())
     with run.phases("checkpoint"):
         run.saver.after_step(state_of(run, step), {**record.metrics, **evaluated})
     return record

@@ -112,6 +112,23 @@ def test_a_key_of_the_run_may_act_in_one_stage_only(tmp_path):
         load_config(written(tmp_path, stage))
 
 
+def test_a_key_of_a_stage_that_a_later_layer_made_idle_is_dropped_from_it(tmp_path):
+    text = (
+        "algorithm: {kl_coefficient: 0.1}\n"
+        "stages: [{name: a, steps: 2, algorithm: {kl_estimator: k2, clip_low: 0.1}},"
+        " {name: b, steps: 2, algorithm: {kl_coefficient: 0.2, kl_estimator: k1}}]\n"
+    )
+    config = load_config(written(tmp_path, text), ["algorithm.kl_coefficient=0"])
+    assert config.stages[0].algorithm == {"clip_low": 0.1}
+    first, second = config.stage_configs()
+    assert (first.algorithm.kl_coefficient, first.algorithm.kl_estimator) == (0.0, "k3")
+    assert (second.algorithm.kl_coefficient, second.algorithm.kl_estimator) == (0.2, "k1")
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    (tmp_path / "above.yaml").write_text("extends: c.yaml\nalgorithm: {kl_coefficient: 0}\n")
+    assert load_config(tmp_path / "above.yaml").stage_configs()[0] == first
+
+
 def test_every_need_names_keys_that_exist():
     known = {
         f"{section}.{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tiny import CLASSES, tiny_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_grpo.conversion.config_json import parse_model_spec
+from megatron_grpo.conversion.config_json import config_text, parse_model_spec
 from megatron_grpo.conversion.model_parts import Latent, Mixture, Rope
 from megatron_grpo.conversion.rope import inverse_frequencies
 from megatron_grpo.errors import CheckpointError
@@ -193,6 +194,24 @@ def test_mistrals_unwritten_sliding_window_is_refused() -> None:
 )
 def test_c1_rope_base_is_found_in_either_spelling(spelling: dict[str, Any]) -> None:
     assert parse_model_spec(config(**spelling), "config.json").rope == Rope(1e6)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "torch.bfloat16"},
+        {"dtype": None, "torch_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "torch_dtype": "float32"},  # as transformers reads them
+    ],
+)
+def test_the_dtype_is_found_in_every_spelling_and_rewritten_in_the_same(spelling: Any) -> None:
+    fields = {**config(), "dtype": None, **spelling}
+    assert parse_model_spec(fields, "config.json").dtype == "bfloat16"
+    written = json.loads(config_text(json.dumps(fields), "float16"))
+    said = [key for key, value in spelling.items() if value]
+    assert {written[key] for key in said} == {"float16"}
+    assert ("torch_dtype" in written) == ("torch_dtype" in spelling)
 
 
 def test_c1_disagreeing_rope_bases_are_an_error() -> None:

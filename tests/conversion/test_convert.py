@@ -162,12 +162,18 @@ def test_c3_side_files_survive_byte_for_byte(tmp_path: Path) -> None:
         "tokenizer.json": '{"added_tokens": [{"id": 129, "content": "<x>", "special": true}]}',
         "tokenizer_config.json": "{}",
         "special_tokens_map.json": "{}",
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
     }
     for name, text in extras.items():
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
     back = there_and_back(source, tmp_path, Layout(2, 2))
-    side = {f.name for f in source.iterdir()} - {SINGLE}
-    assert {f.name for f in back.iterdir()} - {SINGLE} == side == {*extras, "config.json"}
+    found = [
+        {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()} - {SINGLE}
+        for folder in (source, back)
+    ]
+    side = {*extras, "config.json"}
+    assert found == [side, side]
     assert all((back / n).read_bytes() == (source / n).read_bytes() for n in side)
 
 

@@ -261,6 +261,7 @@ def test_the_rehearsal_runs_its_stages_on_the_real_stack_under_three_layouts(tmp
     GenerationConfig(eos_token_id=EOS).save_pretrained(model)
     path, run_dir = ROOT / "configs/debug/deepscaler_rehearsal_cpu.yaml", tmp_path / "run"
     overrides = [f"run_dir={run_dir}", f"model.path={model}", DIGITS, "evaluation.samples=1"]
+    overrides += ["policy.dtype=float32", "generator.dtype=float32"]
     run_training(load_config(path, overrides), Console(quiet=True))
     rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]

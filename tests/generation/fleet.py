@@ -25,7 +25,7 @@ DEADLINE_S = 30.0
 MAX_MODEL_TOKENS = 256
 TEMPERATURE = 0.7
 CONFIG = VllmGeneratorConfig(
-    max_model_tokens=MAX_MODEL_TOKENS, kv_cache_bytes=64 << 20, max_concurrent=64
+    dtype="float32", max_model_tokens=MAX_MODEL_TOKENS, kv_cache_bytes=64 << 20, max_concurrent=64
 )
 SAMPLING = SamplingConfig(temperature=TEMPERATURE, max_new_tokens=64)
 
