@@ -94,9 +94,11 @@ class ChunkedBackend:
         bytes_per_column = 0
         if self._product(head) != dtype:
             bytes_per_column += width * 4  # the widened weight row
-        if sum_dtype(dtype) != dtype:
-            bytes_per_column += width * 4  # the fp32 gradient of the weight row
         plan = plan_chunk(num_tokens, num_rows, bytes_per_column, self.budget_bytes)
+        rounded_by_product = self._product(head) == dtype and plan.tokens >= num_tokens
+        if sum_dtype(dtype) != dtype and not rounded_by_product:
+            bytes_per_column += width * 4  # the fp32 gradient of the weight row
+            plan = plan_chunk(num_tokens, num_rows, bytes_per_column, self.budget_bytes)
         return Chunk(self.tokens or plan.tokens, min(self.vocab or plan.vocab, max(num_rows, 1)))
 
     def _math(self, head: ShardHead, num_tokens: int) -> TileMath:
@@ -148,7 +150,7 @@ def sweep_gradients(
     work: list[_ChunkGradient] = []
     for part, block in enumerate(math.blocks):
         weight_VD = math.weight(block)
-        block_gradient = BlockGradient(sinks.weight, block, math)
+        block_gradient = BlockGradient(sinks.weight, block, math, single=len(chunks) == 1)
         for index in range(len(chunks)):
             if part == 0:
                 work.append(_ChunkGradient(math, chunks, index, tokens, lse_T, coefficients, sinks))

@@ -17,6 +17,8 @@ from .vocab_parallel import HiddenChunks, chunk_bounds
 # Elements of the row groups that elementwise passes work on at a time (1 MiB in fp32): small enough
 # to stay in cache between passes, large enough that the call of each pass costs little.
 ROW_GROUP_ELEMENTS = 1 << 18
+# Likewise of a product that is added to a wider sum, but no fewer rows than products like.
+PRODUCT_ELEMENTS, MIN_PRODUCT_ROWS = 1 << 20, 256
 
 
 class Scratch:
@@ -177,18 +179,22 @@ class TileMath:
         """`sum += left @ right`, likewise."""
         if left_XK.dtype == sum_XD.dtype:
             torch.addmm(sum_XD, left_XK, right_KD, out=sum_XD)
-        else:
-            sum_XD.add_(left_XK @ right_KD)
+            return
+        group_rows = max(MIN_PRODUCT_ROWS, PRODUCT_ELEMENTS // right_KD.shape[1])
+        for group in chunk_bounds(len(left_XK), group_rows):
+            sum_XD[group].add_(left_XK[group] @ right_KD)
 
 
 class BlockGradient:
     """The weight gradient of one vocabulary block while it is being summed over the tokens.
 
     The sum is held in fp32: in the destination itself where that is fp32, else in a scratch block
-    that is rounded once at the end.
+    that is rounded once at the end. A sum of one product, `single`, is rounded by the product.
     """
 
-    def __init__(self, sink: WeightGradient | None, block: slice, tile_math: TileMath) -> None:
+    def __init__(
+        self, sink: WeightGradient | None, block: slice, tile_math: TileMath, *, single: bool
+    ) -> None:
         self._math = tile_math
         self._target_VD = None if sink is None else sink.buffer_VD[block]
         self._add_to_target = sink is not None and sink.add_to_buffer
@@ -196,7 +202,8 @@ class BlockGradient:
         self._is_fresh = True
         if self._target_VD is None:
             return
-        if self._target_VD.dtype == tile_math.sum_dtype:
+        rounds = single and self._target_VD.dtype == tile_math.product and not self._add_to_target
+        if rounds or self._target_VD.dtype == tile_math.sum_dtype:
             self._sum_VD = self._target_VD
             self._is_fresh = not self._add_to_target
         else:
