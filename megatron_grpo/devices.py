@@ -8,6 +8,11 @@ CPUINFO = Path("/proc/cpuinfo")
 NATIVE_BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """x86 flags of processors that multiply bfloat16 matrices; "bf16" is Linux's name for it on Arm."""
 
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Environment of a process that computes on a CPU. glibc gives blocks of more than 32 MiB back to
+Linux when they are freed, and the next ones are faulted in anew, page by page; in huge pages, where
+Linux offers them, a tensor of 57 MB costs 12 ms instead of 48 (EPYC with AVX-512, one thread)."""
+
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """Feature flags of this machine's processor; empty where the kernel does not list them."""

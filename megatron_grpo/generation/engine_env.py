@@ -6,6 +6,7 @@ Imports neither: the driver, which starts engines, needs no vLLM.
 from __future__ import annotations
 
 from megatron_grpo.config import VllmGeneratorConfig
+from megatron_grpo.devices import HUGE_PAGES
 
 
 def engine_env(config: VllmGeneratorConfig, threads: int, *, gpu: bool) -> dict[str, str]:
@@ -26,6 +27,7 @@ def engine_env(config: VllmGeneratorConfig, threads: int, *, gpu: bool) -> dict[
         "OMP_NUM_THREADS": str(max(1, threads // config.tensor)),
     }
     if not gpu:
+        env |= HUGE_PAGES
         # Eager mode still compiles small helpers with a C++ compiler, some 20 s at the first batch.
         env["TORCH_COMPILE_DISABLE"] = "1"
         # Workers share cores with each other and with the policy: the scheduler places them better

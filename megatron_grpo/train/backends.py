@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron_grpo.config import RunConfig
-from megatron_grpo.devices import resolve_dtype
+from megatron_grpo.devices import HUGE_PAGES, resolve_dtype
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.protocols import Generator, PolicyBackend
 
@@ -107,6 +107,7 @@ def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
         "OMP_NUM_THREADS": str(config.policy.threads_per_rank),
         "HF_HUB_OFFLINE": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        **({} if config.cluster.gpus_per_rank else HUGE_PAGES),
     }
     start_s = config.cluster.start_deadline_s
     return [

@@ -178,6 +178,11 @@ class PackedAttention(torch.nn.Module):
         """[B, L, heads, d], [B, M, groups, d] twice -> [B, L, heads, d]; causal when no mask is
         given.
         """
+        dtype = q.dtype
+        if q.device.type == "cpu":
+            # Never slower, and several times faster backward for short sequences (one AVX-512
+            # core, 16 x 9 heads x 8 queries x 48 keys: bfloat16 11.4 ms, float32 2.2 ms).
+            q, k, v = (x.float() for x in (q, k, v))
         repeat = q.shape[2] // k.shape[2]
         if repeat > 1:  # the fast CPU kernel takes equal head counts only
             k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
@@ -185,7 +190,7 @@ class PackedAttention(torch.nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).to(dtype)
 
     def _padded(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], longest: int
