@@ -123,8 +123,8 @@ def correction_weights(
     sequence_T: Tensor,
     num: int,
 ) -> Tensor:
-    """Weights [T], without gradient, from w = policy / generator, where the policy is the one that
-    the step began with.
+    """Weights [T], without gradient, from w = policy / generator. The policy is the one that the
+    step began with; for sequence_mask it is the one being trained, also in later updates.
 
     unbounded: w (decoupled PPO, Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025,
     arXiv:2505.24298). truncated: min(w, high) (truncated importance sampling, Yao et al. 2025,
