@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from megatron_grpo.config.base import NonNegativeInt, PositiveInt, Section, Value
 from megatron_grpo.errors import ConfigError
@@ -13,6 +13,8 @@ from megatron_grpo.errors import ConfigError
 Changes = dict[str, JsonValue]
 # Below the run's folder: the frozen models that renew_reference kept, by stage.
 REFERENCE_FOLDER = "reference"
+# Keys of a run that are the same in all its stages.
+WHOLE_RUN = ("run_dir", "seed", "model", "task", "checkpoint", "cluster")
 
 
 class Stage(Section):
@@ -33,6 +35,19 @@ class Stage(Section):
     generator: Changes = Field(default_factory=dict)
     evaluation: Changes = Field(default_factory=dict)
     weights: Changes = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: object) -> object:
+        fixed = [key for key in WHOLE_RUN if isinstance(values, Mapping) and key in values]
+        if fixed:
+            raise ConfigError(
+                fixed[0],
+                "cannot change between stages",
+                remedy=f"set {fixed[0]} for the whole run, or start another run from this one's "
+                "model",
+            )
+        return values
 
     def changes(self) -> dict[str, Changes]:
         """Section -> what differs from the run's."""

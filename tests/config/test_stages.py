@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config import dump_config, load_config
+from megatron_grpo.config import RunConfig, dump_config, load_config
+from megatron_grpo.config.stages import WHOLE_RUN, Stage
 from megatron_grpo.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -80,6 +81,12 @@ def test_a_warm_up_may_be_longer_than_a_stage_but_not_than_the_run(tmp_path):
     assert load_config(quickstart, two).policy.optimizer.warmup_steps == 4
 
 
+def test_every_key_of_a_run_is_a_stages_or_the_same_in_all():
+    own = {"reset_optimizer", "renew_reference"}
+    shared = (set(Stage.model_fields) - own) | set(WHOLE_RUN)
+    assert shared == set(RunConfig.model_fields) - {"stages", "stage"}
+
+
 def test_a_run_without_stages_is_its_own_only_stage():
     config = load_config(CONFIGS / "quickstart.yaml")
     assert config.stage_configs() == [config]
@@ -97,7 +104,12 @@ def test_a_run_without_stages_is_its_own_only_stage():
             "stages=[{name: a, steps: 580, sampling: {max_new_tokens: 40000}}]",
             "stage a: generator.max_model_tokens: the longest rollout",
         ),
-        ("stages=[{name: a, steps: 580, task: {}}]", "task: unknown key"),
+        (
+            "stages=[{name: a, steps: 580, task: {rows: 3}}]",
+            "stages.0.task: cannot change between stages; set task for the whole run, or start "
+            "another run from this one's model",
+        ),
+        ("stages=[{name: a, steps: 580, taskk: {}}]", "stages.0.taskk: unknown key"),
         (
             "stages=[{name: a, steps: 580, policy: {parallel: {tensor: x}}}]",
             "stage a: policy.parallel.tensor",
