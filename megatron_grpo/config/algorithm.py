@@ -5,7 +5,6 @@ citations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -13,6 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from megatron_grpo.config.base import (
     Fraction,
+    GivenPath,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -155,8 +155,8 @@ class GrpoConfig(Section):
     """none: the ratio is policy / generator. unbounded (decoupled PPO), truncated (TIS) and masked
     (IcePop): the ratio is taken to the policy that the step began with, and that policy / generator
     becomes a weight: as it is, cut off at correction_high, or zero outside [correction_low,
-    correction_high]. sequence_mask: rollouts whose geometric mean of policy / generator is outside
-    get weight 0.
+    correction_high]. sequence_mask: the ratio stays as under none, and rollouts whose geometric
+    mean of it is outside get weight 0.
     """
     correction_low: Fraction = 0.5
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
@@ -176,7 +176,7 @@ class GrpoConfig(Section):
     """In the loss: exact has the expected gradient of the divergence, whatever the estimator; plain
     differentiates the estimator as written, as the GRPO paper does.
     """
-    reference_path: Path | None = None
+    reference_path: GivenPath | None = None
     """Hugging Face folder of the frozen model; null is the model that training starts from."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, under the same mask and denominator as the rest."""
@@ -330,7 +330,7 @@ class DpoConfig(Section):
     """Log-ratios per token instead of per response."""
     sft_coefficient: NonNegativeFloat = 0.0
     """Weight of the chosen response's negative log-likelihood per token."""
-    reference_path: Path | None = None
+    reference_path: GivenPath | None = None
     """Hugging Face folder of the frozen model; null is the model that training starts from."""
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_grpo.config.base import (
+    GivenPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -24,7 +25,7 @@ RunningRequests = Literal["finish", "abort", "keep", "keep_cache"]
 class ModelConfig(Section):
     """A local Hugging Face folder: config.json, safetensors, tokenizer."""
 
-    path: Path
+    path: GivenPath
     """`~` is expanded. Nothing is ever fetched from a hub."""
 
     @property

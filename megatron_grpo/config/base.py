@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -27,6 +27,22 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+def _not_empty(value: object) -> object:
+    """An empty path would be the current directory."""
+    if isinstance(value, str) and not value.strip():
+        raise ConfigError(
+            "", "is an empty path", found=value, remedy="give one (. is the current directory)"
+        )
+    return value
+
+
+PathText = Annotated[str, BeforeValidator(_not_empty)]
+GivenPath = Annotated[Path, BeforeValidator(_not_empty)]
+
+# Where the value of a text field begins like a list or a mapping; see parse_override.
+_QUOTES = ("'[", "'{", '"[', '"{')
 
 
 class Section(BaseModel):
@@ -121,12 +137,15 @@ def parse_override(text: str) -> tuple[list[str], Value]:
     """Split one `dotted.key=value` of the command line.
 
     The value stays text unless it is null, a list or a mapping: the typed field decides what text
-    means, so `2.10` for a text field stays "2.10" and for a number becomes 2.1.
+    means, so `2.10` for a text field stays "2.10" and for a number becomes 2.1. Text that begins
+    like a list or a mapping goes in quotes.
 
     >>> parse_override("policy.parallel.tensor=2")
     (['policy', 'parallel', 'tensor'], '2')
     >>> parse_override("a.b=null")
     (['a', 'b'], None)
+    >>> parse_override('a.b="[x] y"')
+    (['a', 'b'], '[x] y')
     """
     key, equals, raw = text.partition("=")
     path = key.strip().split(".")
@@ -137,12 +156,18 @@ def parse_override(text: str) -> tuple[list[str], Value]:
     stripped = raw.strip()
     if stripped in ("null", "Null", "NULL", "None", "~"):  # `none` is a choice of some keys
         return path, None
-    if stripped[:1] in ("[", "{"):
+    if stripped[:1] in ("[", "{") or stripped.startswith(_QUOTES):
         try:
             return path, YAML(typ="safe", pure=True).load(stripped)
         except YAMLError as error:
-            raise ConfigError(key, "value is not valid YAML", found=raw) from error
+            raise ConfigError(
+                key, "value is not valid YAML", found=raw, remedy=_in_quotes(key)
+            ) from error
     return path, raw
+
+
+def _in_quotes(key: str) -> str:
+    return f"text that begins with [ or {{ goes in quotes: {key}='\"[...]\"' on a command line"
 
 
 def parse_scalar(value: Value) -> Value:
@@ -182,16 +207,20 @@ def validate(
         return cls.model_validate(dict(values), context=context)
     except ValidationError as error:
         raise ConfigErrors(
-            [one for item in error.errors() for one in _explained(cls, dict(item), source)]
+            [
+                one
+                for item in error.errors()
+                for one in _explained(cls, dict(item), source, typed=layers is not None)
+            ]
         ) from None
 
 
 def _explained(
-    root: type[Section], item: Mapping[str, object], source: str
+    root: type[Section], item: Mapping[str, object], source: str, *, typed: bool
 ) -> Sequence[ConfigError]:
     inner = typing.cast(Mapping[str, object], item.get("ctx") or {}).get("error")
     if not isinstance(inner, ConfigErrors):
-        return [_explain(root, item, source)]
+        return [_explain(root, item, source, typed=typed)]
     # A config made of this one (a stage) has said already where in itself its problems are.
     return [
         ConfigError(f"{source}: {one.where}", one.problem, found=one.found, remedy=one.remedy)
@@ -199,7 +228,10 @@ def _explained(
     ]
 
 
-def _explain(root: type[Section], item: Mapping[str, object], source: str) -> ConfigError:
+def _explain(
+    root: type[Section], item: Mapping[str, object], source: str, *, typed: bool
+) -> ConfigError:
+    """`typed`: a person may have typed it, as an override say; not a row of a data set."""
     location = [str(part) for part in typing.cast(tuple[object, ...], item["loc"])]
     # A discriminated union puts the chosen tag into the location; it is no key of the file.
     keys = [
@@ -222,11 +254,33 @@ def _explain(root: type[Section], item: Mapping[str, object], source: str) -> Co
         return ConfigError(where, "unknown key", remedy=remedy)
     if item["type"] == "missing":
         return ConfigError(where, "is required", remedy="add it to the config")
+    return _explain_value(root, item, where, keys, typed=typed)
+
+
+def _explain_value(
+    root: type[Section], item: Mapping[str, object], where: str, keys: list[str], *, typed: bool
+) -> ConfigError:
+    kind, value = item["type"], item.get("input")
+    if value is None:
+        empty = ", or write [] for none" if kind in ("list_type", "tuple_type") else ""
+        remedy = "give it a value" if _is_required(root, keys) else "remove it, or give it a value"
+        return ConfigError(where, "is empty (null)", remedy=remedy + empty)
+    if kind in ("string_type", "path_type") and isinstance(value, list | dict):
+        return ConfigError(
+            where,
+            f"must be text, not a {'list' if isinstance(value, list) else 'mapping'}",
+            found=value,
+            remedy=_in_quotes(".".join(keys)) if typed else "",
+        )
     message = str(item["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    value = item.get("input")
     found = value if isinstance(value, str | int | float | bool) else None
     return ConfigError(where, message, found=found)
+
+
+def _is_required(root: type[Section], keys: list[str]) -> bool:
+    fields = [c.model_fields.get(keys[-1]) for c in _sections_at(root, keys[:-1])]
+    return any(field is not None and field.is_required() for field in fields)
 
 
 def _is_tag(root: type[Section], path: list[str], part: str) -> bool:
@@ -235,12 +289,19 @@ def _is_tag(root: type[Section], path: list[str], part: str) -> bool:
 
 def _variants(root: type[Section], path: list[str]) -> list[tuple[str, type[Section]]]:
     """(type tag, class) of every section that `path` may lead to."""
+    current = _sections_at(root, path)
+    return [(str(c.model_fields["type"].default), c) for c in current if "type" in c.model_fields]
+
+
+def _sections_at(root: type[Section], path: list[str]) -> list[type[Section]]:
+    """Every section that `path` may lead to; parts that are no key (tags, places in a list) lead
+    nowhere else."""
     current: list[type[Section]] = [root]
     for key in path:
         following = [m for c in current if key in c.model_fields for m in _sections_of(c, key)]
         if following:
             current = following
-    return [(str(c.model_fields["type"].default), c) for c in current if "type" in c.model_fields]
+    return current
 
 
 def _sections_of(cls: type[Section], key: str) -> list[type[Section]]:
@@ -264,8 +325,8 @@ def all_keys(root: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def suggest(root: type[Section], path: list[str]) -> str:
-    """The accepted key closest to `path`: by spelling of its last part, or by initials (lr ->
-    learning_rate).
+    """The accepted key closest to `path` by its last part: the same elsewhere, initials (lr ->
+    learning_rate), abbreviated (kl_coef -> kl_coefficient) or misspelt; the nearer section first.
 
     Returns "" when nothing is close.
     """
@@ -273,10 +334,43 @@ def suggest(root: type[Section], path: list[str]) -> str:
     known = sorted(set(all_keys(root)) - {".".join(path)}, key=lambda key: (key.count("."), key))
     here = ".".join(path[:-1])
     known.sort(key=lambda key: key.rpartition(".")[0] != here)
-    for key in known:
-        last = key.rpartition(".")[2]
-        if last == wrong or "".join(word[0] for word in last.split("_")) == wrong:
-            return key
-    names = [key.rpartition(".")[2] for key in known]
+    beside = [key for key in known if key.rpartition(".")[0] == here]
+    names = [_last(key) for key in known]
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.7)
-    return known[names.index(close[0])] if close else ""
+    found = [
+        *(key for key in known if _last(key) == wrong),
+        *(key for key in beside if _initials(_last(key)) == wrong),
+        *_abbreviated(wrong, beside),
+        *(key for key in known if _initials(_last(key)) == wrong),
+        *(known[names.index(name)] for name in close),
+        *_abbreviated(wrong, known),
+    ]
+    return found[0] if found else ""
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _initials(name: str) -> str:
+    """Of several words; one letter alone would say too little."""
+    words = name.split("_")
+    return "".join(word[0] for word in words) if len(words) > 1 else ""
+
+
+def _abbreviated(short: str, keys: list[str]) -> list[str]:
+    """Those of `keys` whose words `short` begins, in order and from the first; with fewest words
+    first.
+
+    >>> _abbreviated("max_tok", ["a.max_new_tokens", "a.new_max_tokens", "b.max_tokens"])
+    ['b.max_tokens', 'a.max_new_tokens']
+    """
+    parts = short.split("_")
+    found: list[str] = []
+    for key in keys:
+        words = _last(key).split("_")
+        left = iter(words)
+        begun = all(any(word.startswith(part) for word in left) for part in parts)
+        if len(parts[0]) > 1 and words[0].startswith(parts[0]) and begun:
+            found.append(key)
+    return sorted(found, key=lambda key: _last(key).count("_"))

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_grpo.config.base import (
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -21,7 +22,7 @@ FieldPath = Annotated[str, Field(pattern=r"^[^.\s][^\s]*$")]
 class ProblemData(Section):
     """One source of problems with checkable answers."""
 
-    path: str
+    path: PathText
     """A .jsonl, .json or .parquet file; a folder of them or one written by datasets' save_to_disk;
     `shipped:NAME` for a small set of this package; `hub:OWNER/NAME` for a data set of the Hugging
     Face hub, from its local cache where there is no network.

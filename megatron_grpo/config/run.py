@@ -28,6 +28,7 @@ from megatron_grpo.config.backends import (
     WeightsConfig,
 )
 from megatron_grpo.config.base import (
+    GivenPath,
     NonNegativeInt,
     PositiveInt,
     Section,
@@ -52,7 +53,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Of the run's folder, so `.` and `..` are none."""
-    run_dir: Path | None = None
+    run_dir: GivenPath | None = None
     """Where results go; runs/<name> by default."""
     seed: NonNegativeInt = 1
     steps: PositiveInt

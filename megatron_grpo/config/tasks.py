@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, mode
 
 from megatron_grpo.config.base import (
     NonNegativeInt,
+    PathText,
     PositiveInt,
     Section,
     parse_scalar,
@@ -61,7 +62,7 @@ class ReasoningGymTask(Section):
 class DataTask(Section):
     """Rows of files instead of problems to sample answers for."""
 
-    path: str
+    path: PathText
     """As in task.train of `type: math`: a file, a folder, `hub:OWNER/NAME` or `shipped:NAME`."""
     files: str = "**/*"
     """Of a folder or hub data set: a pattern of the files to read."""

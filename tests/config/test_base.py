@@ -21,6 +21,15 @@ MATHS = MINIMAL.replace(
     "{type: math, train: {a: {path: p}}, heldout_rows: 1}",
 )
 
+CHATS = """
+name: demo
+steps: 3
+model: {path: ~/model}
+task: {type: chats, path: p}
+algorithm: {type: sft}
+policy: {type: megatron}
+"""
+
 
 @pytest.fixture
 def write(tmp_path: Path):
@@ -67,6 +76,22 @@ def test_o1_initials_at_the_top_level_point_to_the_section(write):
     )
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("algorithm.kl_coef", "algorithm.kl_coefficient"),
+        ("algorithm.kl", "algorithm.kl_coefficient"),  # nearer than checkpoint.keep_last
+        ("rollouts.group", "rollouts.group_size"),
+        ("sampling.temp", "sampling.temperature"),
+        ("sampling.max_tokens", "sampling.max_new_tokens"),
+        ("policy.opt", "policy.optimizer"),
+        ("kl_coef", "algorithm.kl_coefficient"),
+    ],
+)
+def test_o1_an_abbreviation_is_suggested_in_full_and_the_same_sections_first(write, written, meant):
+    assert f"{written}: unknown key; did you mean {meant}?" in refusal(write(), f"{written}=1")
+
+
 def test_o1_a_misspelt_key_in_the_file_is_refused_like_one_on_the_command_line(write):
     path = write(MINIMAL.replace("steps: 3", "steps: 3\nrolouts: {group_size: 4}"))
     assert "demo.yaml: rolouts: unknown key; did you mean rollouts?" in refusal(path)
@@ -106,6 +131,41 @@ def test_o2_null_clears_an_optional_and_survives_saving(write, text):
     assert config.policy.optimizer.max_grad_norm is None
     again = load_config(write(dump_config(config), "again.yaml"))
     assert again.policy.optimizer.max_grad_norm is None
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("cluster", "remove it, or give it a value"),
+        ("sampling", "remove it, or give it a value"),
+        ("rollouts.group_size", "remove it, or give it a value"),
+        ("stages", "remove it, or give it a value, or write [] for none"),
+        ("policy", "give it a value"),
+        ("model.path", "give it a value"),
+        ("steps", "give it a value"),
+    ],
+)
+def test_o2_null_where_there_must_be_something_is_refused_with_what_to_do(write, key, remedy):
+    message = f"demo.yaml: {key}: is empty (null); {remedy}"
+    assert refusal(write(), f"{key}=null") == message
+    if f"\n{key}:" not in MINIMAL and "." not in key:
+        assert refusal(write(f"{MINIMAL}{key}:\n")) == message
+
+
+@pytest.mark.parametrize("value", ["[x]", "{x}", "[x] y"])
+def test_o2_text_that_begins_like_a_list_is_refused_with_the_quotes_that_keep_it(write, value):
+    message = refusal(write(), f"task.system_prompt={value}")
+    assert message.endswith(
+        "; text that begins with [ or { goes in quotes: "
+        "task.system_prompt='\"[...]\"' on a command line"
+    )
+    for quote in "'\"":
+        config = load_config(write(), [f"task.system_prompt={quote}{value}{quote}"])
+        assert config.task.system_prompt == value
+
+
+def test_o2_other_quotes_are_part_of_the_text(write):
+    assert load_config(write(), ['task.system_prompt="x"']).task.system_prompt == '"x"'
 
 
 def test_o2_text_in_an_integer_is_refused_with_its_path(write):
@@ -181,6 +241,25 @@ def test_a_missing_file_is_one_line_naming_it(tmp_path):
 @pytest.mark.parametrize("name", [".", "..", "a/b", ""])
 def test_a_name_that_is_no_folder_of_its_own_is_refused(write, name):
     assert "name: " in refusal(write(MINIMAL), f"name={name}")
+
+
+@pytest.mark.parametrize("value", ["", " "])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (MINIMAL, "run_dir"),
+        (MINIMAL, "model.path"),
+        (MINIMAL + "algorithm: {kl_coefficient: 0.1}\n", "algorithm.reference_path"),
+        (MATHS, "task.train.a.path"),
+        (CHATS, "task.path"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(write, text, key, value):
+    assert refusal(write(text), f"{key}={value}") == (
+        f"demo.yaml: {key}: is an empty path (found {value!r}); "
+        "give one (. is the current directory)"
+    )
+    assert load_config(write(text), [f"{key}=."])
 
 
 def test_an_override_without_a_value_is_refused():
