@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -25,7 +27,8 @@ class CheckpointConfig(Section):
     """How many of the best by `best_metric` stay besides; with any, every evaluated step is
     saved."""
     best_metric: str = "heldout_accuracy"
-    """A metric of metrics.jsonl. Checkpoints of steps that did not measure it are never best."""
+    """A metric of metrics.jsonl; of sft and dpo heldout_loss, say. Checkpoints of steps that did
+    not measure it are never best."""
     best_is: Literal["highest", "lowest"] = "highest"
     async_save: bool = True
     """Copy the state, then write it while training goes on."""
@@ -44,6 +47,60 @@ class CheckpointConfig(Section):
                 remedy="set it to how many to keep, or drop the others",
             )
         return self
+
+
+# What an evaluation measures, by algorithm; K is a number.
+EVALUATED = {
+    "grpo": (
+        "heldout_accuracy",
+        "heldout_accuracy_standard_error",
+        "heldout_tokens_mean",
+        "heldout_truncated_fraction",
+        "heldout_pass_at_K",
+        "heldout_majority_at_K",
+    ),
+    "sft": ("heldout_loss", "heldout_nll"),
+    "dpo": (
+        "heldout_loss",
+        "heldout_preference_loss",
+        "heldout_preference_accuracy",
+        "heldout_margin",
+        "heldout_chosen_reward",
+        "heldout_rejected_reward",
+        "heldout_chosen_nll",
+    ),
+}
+
+
+def check_best(config: CheckpointConfig, algorithm: str, *, evaluated_once: bool) -> None:
+    """Whether evaluations measure the metric that the best are chosen by. Other names are known
+    when the first step has been made, see train.saver.
+
+    Args:
+        evaluated_once: only after the last step, whose checkpoint stays in any case.
+
+    Raises:
+        ConfigError: there would be nothing to choose among.
+    """
+    metric = config.best_metric
+    if not config.keep_best or not metric.startswith("heldout_"):
+        return
+    names = EVALUATED[algorithm]
+    if re.sub(r"_at_\d+$", "_at_K", metric) not in names or metric.endswith("_K"):
+        close = difflib.get_close_matches(metric, names, n=1, cutoff=0.7)
+        raise ConfigError(
+            "checkpoint.best_metric",
+            f"is measured by no evaluation of algorithm {algorithm}, so none would be best",
+            found=metric,
+            remedy=f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}",
+        )
+    if evaluated_once:
+        raise ConfigError(
+            "checkpoint.keep_best",
+            f"has one step to choose from: {metric} is measured after the last step alone",
+            found=config.keep_best,
+            remedy="set evaluation.every, or drop keep_best",
+        )
 
 
 # What a saved run may go on with a changed value of. Everything else decides what is learned.

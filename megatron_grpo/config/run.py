@@ -38,7 +38,7 @@ from megatron_grpo.config.base import (
     read_layers,
     validate,
 )
-from megatron_grpo.config.checkpoint import CheckpointConfig, carried
+from megatron_grpo.config.checkpoint import CheckpointConfig, carried, check_best
 from megatron_grpo.config.data import ProblemTask
 from megatron_grpo.config.needs import made_idle, without_idle_keys
 from megatron_grpo.config.rollouts import EvaluationConfig, RolloutsConfig, SamplingConfig
@@ -134,6 +134,9 @@ class RunConfig(Section):
     def _check(self, info: ValidationInfo) -> RunConfig:
         layers = (info.context or {}).get("layers", [{}, self.model_dump()])
         config, stages = self, [self]
+        if self.stage is None:
+            evaluated_once = not self.stages and self.evaluation.every is None
+            check_best(self.checkpoint, self.algorithm.type, evaluated_once=evaluated_once)
         if self.stages:
             self._check_total()
             live = [one.without(made_idle(one.changes(), self, layers)) for one in self.stages]

@@ -102,7 +102,7 @@ def run_sampled(
         )
         backends = reference_backends if config.policy.type == "reference" else cluster_backends
         policy, generator = stack.enter_context(backends(config))
-        saver = open_saver(config, folder, policy, stop, stack)
+        saver = open_saver(config, folder, policy, stop, console, stack)
         run, evaluator = build_run(
             config, folder, tokenizer, environment, policy, generator, saver, console, stack
         )
@@ -146,7 +146,7 @@ def run_on_data(
             f"{len(data.heldout)} held out{said_left_out(data.left_out)}"
         )
         policy = stack.enter_context(policy_alone(config))
-        saver = open_saver(config, folder, policy, stop, stack)
+        saver = open_saver(config, folder, policy, stop, console, stack)
         scorer = build_scorer(config, policy)
         run, evaluator = build_data_run(config, folder, data, policy, scorer, saver, console, stack)
         restore(run, folder, console, accept=accept)
@@ -170,7 +170,12 @@ def run_on_data(
 
 
 def open_saver(
-    config: RunConfig, folder: RunFolder, policy: PolicyBackend, stop: StopRequest, stack: ExitStack
+    config: RunConfig,
+    folder: RunFolder,
+    policy: PolicyBackend,
+    stop: StopRequest,
+    console: Console,
+    stack: ExitStack,
 ) -> Saver:
     saver = Saver(
         folder.checkpoints,
@@ -180,6 +185,7 @@ def open_saver(
         stop,
         last_step=config.steps,
         saved_step=folder.steps_done,
+        say=console.print,
     )
     stack.callback(saver.close)
     return saver

@@ -132,7 +132,7 @@ def one_step(run: Run, step: int) -> StepRecord:
         run.metrics.log(step, record.values())
         run.progress.advance(record.values())
     with run.phases("checkpoint"):
-        run.saver.after_step(state_of(run, step), {**record.metrics, **evaluated})
+        run.saver.after_step(state_of(run, step), {**record.values(), **evaluated})
     return record
 
 

@@ -9,8 +9,9 @@ steps.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -136,6 +137,7 @@ class Saver:
         root: the run's `checkpoints` folder.
         last_step: saved whatever `every` says.
         saved_step: of the checkpoint the run goes on from, 0 for none.
+        say: told, after the first step, of a `best_metric` that nothing has measured.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class Saver:
         stop: StopRequest,
         last_step: int,
         saved_step: int,
+        say: Callable[[str], None],
     ) -> None:
         self._root = root
         self._config = config
@@ -154,6 +157,7 @@ class Saver:
         self._origin = origin
         self._last_step = last_step
         self._saved_step = saved_step
+        self._say: Callable[[str], None] | None = say
         self._pending: _Pending | None = None
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal-checkpoint")
         self.stop = stop
@@ -178,11 +182,28 @@ class Saver:
             CheckpointError: a save failed, this one or the one before. What was complete before
                 it is untouched.
         """
+        self._look_for_best(state, metrics)
         self.settle(wait=False)
         if self.stop.signal:
             self.save_and_stop(state, metrics)
         if self.due(state.step, metrics):
             self.save(state, metrics)
+
+    def _look_for_best(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """Say once if neither the first step nor the evaluation before it had the metric."""
+        say, self._say = self._say, None
+        if say is None or not self._config.keep_best:
+            return
+        evaluated = [name for one in (*state.evaluations, *state.heldout) for name in one.metrics()]
+        measured, best = {*metrics, *evaluated}, self._config.best_metric
+        if best in measured:
+            return
+        close = difflib.get_close_matches(best, sorted(measured))
+        hint = f"did you mean {', '.join(close)}?" if close else "see metrics.jsonl for the names"
+        say(
+            f"warning: checkpoint.best_metric: {best} has not been measured up to step "
+            f"{state.step}; a checkpoint without it is never among the best; {hint}"
+        )
 
     def save(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Start a save; returns when the policy may train on."""

@@ -191,8 +191,10 @@ def _start(
 ) -> tuple[Run, list[Member], list[Member]]:
     """(run, policy ranks, engines). An earlier profile is moved aside."""
     stop = stack.enter_context(stop_on_signals())
-    # The state is saved where checkpoint.every says, and not once more after the last step.
-    endless = config.model_copy(update={"steps": config.steps + 1})
+    # The state is saved where checkpoint.every says: not once more after the last step, and none is
+    # best, as nothing is evaluated.
+    checkpoint = config.checkpoint.model_copy(update={"keep_best": 0})
+    endless = config.model_copy(update={"steps": config.steps + 1, "checkpoint": checkpoint})
     opened = open_run(config, console.print, fresh=True, accept_changes=False)
     folder = stack.enter_context(opened)
     tokenizer = ChatTokenizer(config.model.folder)
@@ -201,7 +203,7 @@ def _start(
             raise ConfigError("task.type", "holds no rows to train on")
         data = load_data(config.task, tokenizer)
         policy = stack.enter_context(policy_alone(config))
-        saver = open_saver(endless, folder, policy, stop, stack)
+        saver = open_saver(endless, folder, policy, stop, console, stack)
         scorer = build_scorer(config, policy)
         run, _ = build_data_run(config, folder, data, policy, scorer, saver, console, stack)
         return run, _members(policy), []
@@ -209,7 +211,7 @@ def _start(
     stack.callback(environment.close)
     console.print(f"[bold]{config.name}[/bold]: starting; the first step is a warm-up")
     policy, generator = stack.enter_context(cluster_backends(config))
-    saver = open_saver(endless, folder, policy, stop, stack)
+    saver = open_saver(endless, folder, policy, stop, console, stack)
     run, _ = build_run(
         config, folder, tokenizer, environment, policy, generator, saver, console, stack
     )
