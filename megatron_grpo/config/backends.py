@@ -202,7 +202,8 @@ class VllmGeneratorConfig(Section):
     """Per engine worker; null lets vLLM decide on a GPU, and is 512 MiB on a CPU."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
     threads: PositiveInt | None = None
-    """CPU threads of an engine; null is all the cores of its node."""
+    """CPU threads of an engine; null is the engines' share of the node's cores, and of those the
+    policy leaves free where both work at a time (rollouts.max_staleness above 0)."""
 
 
 class ReferenceGeneratorConfig(Section):

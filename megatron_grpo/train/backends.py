@@ -126,7 +126,7 @@ def start_ranks(config: RunConfig, cluster: RayCluster) -> list[Member]:
 @contextmanager
 def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generator]]:
     """Megatron ranks and vLLM engines as Ray actors, joined by a weight channel."""
-    from megatron_grpo.generation.engine_env import engine_env
+    from megatron_grpo.generation.engine_env import engine_env, engine_threads
     from megatron_grpo.runtime.generator_proxy import RayGenerator
     from megatron_grpo.runtime.placement import placement_of
     from megatron_grpo.runtime.policy_proxy import RayPolicy
@@ -139,7 +139,7 @@ def cluster_backends(config: RunConfig) -> Iterator[tuple[PolicyBackend, Generat
     engines = config.engines
     gpu = config.cluster.gpus_per_rank > 0
     placement = placement_of(config)
-    threads = engines.threads or max(1, (os.cpu_count() or 1) // engines.engines)
+    threads = engine_threads(config, os.cpu_count() or 1)
     with RayCluster(config.cluster, placement) as cluster, ThreadPoolExecutor(1) as background:
         engine_members = [
             cluster.start(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config import VllmGeneratorConfig
+from megatron_grpo.config import VllmGeneratorConfig, load_config
 from megatron_grpo.errors import CheckpointError
-from megatron_grpo.generation.engine_env import engine_env
+from megatron_grpo.generation.engine_env import engine_env, engine_threads
 from megatron_grpo.generation.stopping import stop_token_ids
 
 
@@ -51,3 +52,18 @@ def test_threads_are_shared_out_among_the_workers_and_compile_is_off_on_a_cpu_on
     four = engine_env(VllmGeneratorConfig(tensor=4), 8, gpu=True)
     assert four["OMP_NUM_THREADS"] == "2" and four["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
     assert "TORCH_COMPILE_DISABLE" not in four
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        ([], 16),  # turn by turn with two ranks
+        (["rollouts.max_staleness=1"], 14),
+        (["rollouts.max_staleness=1", "policy.threads_per_rank=4", "generator.engines=3"], 2),
+        (["rollouts.max_staleness=1", "policy.threads_per_rank=8"], 1),
+        (["rollouts.max_staleness=1", "generator.threads=5"], 5),
+    ],
+)
+def test_engines_take_the_cores_that_the_policy_leaves_free_at_that_time(overrides, threads):
+    quickstart = Path(__file__).parents[2] / "configs/quickstart.yaml"
+    assert engine_threads(load_config(quickstart, overrides), cores=16) == threads

@@ -21,12 +21,15 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megatron_grpo.config import MegatronPolicyConfig
 from megatron_grpo.errors import ConfigError, PolicyError
+from megatron_grpo.policy.megatron.head import main_grad
 from megatron_grpo.policy.megatron.model import DecoderModel
 from megatron_grpo.policy.schedules import learning_rate_at
 
+_PIECE = 1 << 18  # elements
 # "No clipping", spelled so that the gradient norm is still computed and reported.
 _NEVER_CLIP = float(torch.finfo(torch.float32).max)
 
@@ -50,7 +53,24 @@ def wrap_chunks(
         wrapped.append(
             DistributedDataParallel(model.config, settings, inner, disable_bucketing=index > 0)
         )
+    for parameter in (p for chunk in wrapped for p in chunk.parameters() if p.requires_grad):
+        if parameter.device.type == "cpu" and parameter.dtype != torch.float32:
+            parameter.register_post_accumulate_grad_hook(_add_in_pieces)
     return wrapped
+
+
+def _add_in_pieces(parameter: Tensor) -> None:
+    """Add a gradient to its fp32 buffer, before Megatron does.
+
+    torch widens the whole of a narrower operand first, into memory that is new every time
+    (embedding of 49152 x 576, one AVX-512 core: 60 ms; in pieces that stay in the cache, 8 ms).
+    """
+    if parameter.grad is None:  # the head's went into the buffer already
+        return
+    total, gradient = main_grad(parameter).view(-1), parameter.grad.reshape(-1)
+    for into, piece in zip(total.split(_PIECE), gradient.split(_PIECE), strict=True):
+        into.add_(piece)
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 class Updater:
