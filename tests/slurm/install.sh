@@ -8,6 +8,10 @@ if [ ! -e "$policy" ]; then
   chmod +x "$policy"
   trap 'rm -f "$policy"' EXIT
 fi
-command -v slurmctld slurmd munged sbatch ip >/dev/null && exit 0
+missing=0
+for name in slurmctld slurmd munged sbatch ip; do
+  command -v "$name" >/dev/null || missing=1  # of several names at once it asks for any
+done
+[ "$missing" = 0 ] && exit 0
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2
