@@ -88,29 +88,30 @@ class ChunkedBackend:
     def _product(self, head: ShardHead) -> torch.dtype:
         return product_dtype(head.weight_VD) if self.product is None else self.product
 
-    def _chunk(self, num_tokens: int, head: ShardHead) -> Chunk:
+    def _chunk(self, num_tokens: int, head: ShardHead, *, sums_block: bool = True) -> Chunk:
+        """`sums_block`: a block of the weight gradient is held in the summation dtype."""
         num_rows, width = head.weight_VD.shape
         dtype = head.weight_VD.dtype
         bytes_per_column = 0
         if self._product(head) != dtype:
             bytes_per_column += width * 4  # the widened weight row
-        plan = plan_chunk(num_tokens, num_rows, bytes_per_column, self.budget_bytes)
-        rounded_by_product = self._product(head) == dtype and plan.tokens >= num_tokens
-        if sum_dtype(dtype) != dtype and not rounded_by_product:
+        if sums_block and sum_dtype(dtype) != dtype:
             bytes_per_column += width * 4  # the fp32 gradient of the weight row
-            plan = plan_chunk(num_tokens, num_rows, bytes_per_column, self.budget_bytes)
+        plan = plan_chunk(num_tokens, num_rows, bytes_per_column, self.budget_bytes)
         return Chunk(self.tokens or plan.tokens, min(self.vocab or plan.vocab, max(num_rows, 1)))
 
-    def _math(self, head: ShardHead, num_tokens: int) -> TileMath:
-        return TileMath(head, self._product(head), self._chunk(num_tokens, head).vocab)
+    def _math(self, head: ShardHead, num_tokens: int, *, sums_block: bool) -> TileMath:
+        chunk = self._chunk(num_tokens, head, sums_block=sums_block)
+        return TileMath(head, self._product(head), chunk.vocab)
 
     def chunk_tokens(self, num_tokens: int, head: ShardHead) -> int:
-        return self._chunk(num_tokens, head).tokens
+        single = self._chunk(num_tokens, head, sums_block=False).tokens
+        return single if single >= num_tokens else self._chunk(num_tokens, head).tokens
 
     def stats(
         self, head: ShardHead, chunks: HiddenChunks, tokens: ShardTokens, with_entropy: bool
     ) -> Tensor:
-        math = self._math(head, chunks.num_tokens)
+        math = self._math(head, chunks.num_tokens, sums_block=False)
         num_parts = max(1, len(math.blocks))
         parts_P4T = empty_parts(num_parts, chunks.num_tokens, head.weight_VD, math.sum_dtype)
         rows: list[Rows] = []
@@ -134,7 +135,10 @@ class ChunkedBackend:
         coefficients: LogitCoefficients,
         sinks: GradientSinks,
     ) -> None:
-        math = self._math(head, chunks.num_tokens)
+        added = sinks.weight is not None and sinks.weight.add_to_buffer
+        rounded_by_product = len(chunks) == 1 and self._product(head) == head.weight_VD.dtype
+        sums_block = added or not rounded_by_product
+        math = self._math(head, chunks.num_tokens, sums_block=sums_block)
         sweep_gradients(math, chunks, tokens, lse_T, coefficients, sinks)
 
 

@@ -110,8 +110,9 @@ def linear_logprob(
         with sizes of its own is taken as it is.
     chunk_tokens, chunk_vocab: force the tile of logits (tests, tuning).
 
-    The weight gradient is summed in fp32 whatever the dtype, and rounded once if it is returned
-    in less.
+    The weight gradient is summed over tiles in fp32 whatever the dtype, and rounded once if it is
+    returned in less. Where tiles are multiplied in bf16, each tile's product is bf16 (its own sum
+    is wider). A bias must be finite.
 
     Raises ValueError for shapes and dtypes that do not fit, a temperature that is not finite and
     positive, targets outside the vocabulary.
@@ -217,6 +218,9 @@ def _backend(
     chunk_tokens: int | None,
     chunk_vocab: int | None,
 ) -> Backend:
+    for name, size in (("chunk_tokens", chunk_tokens), ("chunk_vocab", chunk_vocab)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1; got {size}")
     if not isinstance(implementation, str):
         return implementation
     if implementation not in ("auto", "chunked", "triton"):

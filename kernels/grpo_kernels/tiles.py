@@ -17,7 +17,7 @@ from .vocab_parallel import HiddenChunks, chunk_bounds
 # Elements of the row groups that elementwise passes work on at a time (1 MiB in fp32): small enough
 # to stay in cache between passes, large enough that the call of each pass costs little.
 ROW_GROUP_ELEMENTS = 1 << 18
-# Likewise of a product that is added to a wider sum, but no fewer rows than products like.
+# Likewise of products that go into a wider sum, but no fewer rows than products like.
 PRODUCT_ELEMENTS, MIN_PRODUCT_ROWS = 1 << 20, 256
 
 
@@ -172,16 +172,16 @@ class TileMath:
         """`sum = left @ right`, with the sum held in the summation dtype."""
         if left_XK.dtype == sum_XD.dtype:
             torch.mm(left_XK, right_KD, out=sum_XD)
-        else:
-            sum_XD.copy_(left_XK @ right_KD)
+            return
+        for group in _pieces(len(left_XK), right_KD.shape[1]):
+            sum_XD[group].copy_(left_XK[group] @ right_KD)
 
     def add_product(self, sum_XD: Tensor, left_XK: Tensor, right_KD: Tensor) -> None:
         """`sum += left @ right`, likewise."""
         if left_XK.dtype == sum_XD.dtype:
             torch.addmm(sum_XD, left_XK, right_KD, out=sum_XD)
             return
-        group_rows = max(MIN_PRODUCT_ROWS, PRODUCT_ELEMENTS // right_KD.shape[1])
-        for group in chunk_bounds(len(left_XK), group_rows):
+        for group in _pieces(len(left_XK), right_KD.shape[1]):
             sum_XD[group].add_(left_XK[group] @ right_KD)
 
 
@@ -226,7 +226,12 @@ class BlockGradient:
             self._sum_VD.zero_()
         if self._sum_VD is self._target_VD:
             return
-        if self._add_to_target:
-            self._target_VD.add_(self._sum_VD)
-        else:
+        if not self._add_to_target:
             self._target_VD.copy_(self._sum_VD)
+            return
+        for group in _pieces(*self._sum_VD.shape):  # torch widens what it adds to
+            self._target_VD[group].add_(self._sum_VD[group])
+
+
+def _pieces(rows: int, columns: int) -> list[slice]:
+    return chunk_bounds(rows, max(MIN_PRODUCT_ROWS, PRODUCT_ELEMENTS // max(columns, 1)))
