@@ -38,6 +38,7 @@ class Cluster:
         self.folder = folder
         self.environment = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),  # jobs take it along: rewards of the tests
             "LAB": str(folder / "lab"),
             "LAB_NODES": str(nodes),
             "SLURM_CONF": str(folder / "lab" / "slurm.conf"),
