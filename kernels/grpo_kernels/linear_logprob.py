@@ -159,17 +159,25 @@ def _check_matrices(
     if hidden_TD.dtype != weight_VD.dtype or weight_VD.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"linear_logprob needs hidden and weight in one floating dtype, got {hidden_TD.dtype}"
-            f" and {weight_VD.dtype}; cast one of them"
+            f" and {weight_VD.dtype}; cast them to one of {', '.join(map(str, FLOAT_DTYPES))}"
         )
+    others = {"hidden": hidden_TD, "bias": bias, "main_grad": main_grad}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != weight_VD.device:
+            raise ValueError(
+                f"{name} must be on the weight's device {weight_VD.device}; got {tensor.device}"
+            )
     if bias is not None and (bias.shape != weight_VD.shape[:1] or bias.dtype != weight_VD.dtype):
         raise ValueError(
             f"bias must be [{weight_VD.shape[0]}] in {weight_VD.dtype} like the weight's rows; got"
             f" {list(bias.shape)} in {bias.dtype}"
         )
-    if main_grad is not None and main_grad.shape != weight_VD.shape:
+    if main_grad is not None and (
+        main_grad.shape != weight_VD.shape or not main_grad.is_floating_point()
+    ):
         raise ValueError(
-            f"main_grad must have the weight's shape {list(weight_VD.shape)}; got"
-            f" {list(main_grad.shape)}"
+            f"main_grad must have the weight's shape {list(weight_VD.shape)} and a floating dtype;"
+            f" got {list(main_grad.shape)} in {main_grad.dtype}"
         )
 
 
