@@ -12,8 +12,8 @@ from megatron_grpo.devices import HUGE_PAGES
 def engine_threads(config: RunConfig, cores: int) -> int:
     """CPU threads of each engine, where the config leaves that open; see VllmGeneratorConfig.
 
-    Threads that outnumber the cores wait for each other by spinning: the asynchronous quickstart's
-    training took 10.6 s a step with two of them, 7.0 s with one (two cores, two ranks).
+    Threads that outnumber the cores wait for each other by spinning: with two of them beside two
+    ranks on two cores the asynchronous quickstart was slower than taking turns.
     """
     engines = config.engines
     if isinstance(engines, VllmGeneratorConfig) and engines.threads is not None:
