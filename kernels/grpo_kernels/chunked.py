@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .shard import GradientSinks, ShardHead, ShardTokens, sum_dtype
 from .stats import LogitCoefficients, empty_parts, merge_parts
-from .tiles import BlockGradient, Rows, TileMath
+from .tiles import BlockGradient, Rows, TileMath, sums_block
 from .vocab_parallel import HiddenChunks
 
 # Share of the naive logits (T * V * 4 bytes, of which the naive path holds two to three copies)
@@ -135,10 +135,9 @@ class ChunkedBackend:
         coefficients: LogitCoefficients,
         sinks: GradientSinks,
     ) -> None:
-        added = sinks.weight is not None and sinks.weight.add_to_buffer
-        rounded_by_product = len(chunks) == 1 and self._product(head) == head.weight_VD.dtype
-        sums_block = added or not rounded_by_product
-        math = self._math(head, chunks.num_tokens, sums_block=sums_block)
+        dtype = head.weight_VD.dtype
+        sums = sums_block(sinks.weight, len(chunks), dtype, self._product(head))
+        math = self._math(head, chunks.num_tokens, sums_block=sums)
         sweep_gradients(math, chunks, tokens, lse_T, coefficients, sinks)
 
 
@@ -152,9 +151,10 @@ def sweep_gradients(
 ) -> None:
     """Every gradient tile by tile: vocabulary blocks outside, hidden chunks inside."""
     work: list[_ChunkGradient] = []
+    sums = sums_block(sinks.weight, len(chunks), math.head.weight_VD.dtype, math.product)
     for part, block in enumerate(math.blocks):
         weight_VD = math.weight(block)
-        block_gradient = BlockGradient(sinks.weight, block, math, single=len(chunks) == 1)
+        block_gradient = BlockGradient(sinks.weight, block, math, sums=sums)
         for index in range(len(chunks)):
             if part == 0:
                 work.append(_ChunkGradient(math, chunks, index, tokens, lse_T, coefficients, sinks))

@@ -15,6 +15,9 @@ from .vocab_parallel import VocabShard
 
 Implementation = Literal["auto", "chunked", "triton"] | Backend
 
+# Logits up to 1e8 divided by it stay within fp32 and bf16, whose largest number is 3e38.
+MIN_TEMPERATURE = 1e-30
+
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -114,8 +117,8 @@ def linear_logprob(
     returned in less. Where tiles are multiplied in bf16, each tile's product is bf16 (its own sum
     is wider). A bias must be finite.
 
-    Raises ValueError for shapes and dtypes that do not fit, a temperature that is not finite and
-    positive, targets outside the vocabulary.
+    Raises ValueError for shapes and dtypes that do not fit, a temperature that is not finite or
+    below 1e-30, targets outside the vocabulary.
 
     Example: with logits [2, 1, 0] the log-probabilities are [-0.4076, -1.4076, -2.4076] at
     temperature 1 and [-0.1429, -2.1429, -4.1429] at temperature 0.5.
@@ -200,8 +203,11 @@ def _inv_temperature(
 ) -> tuple[float, Tensor | None]:
     """1 / temperature: a number for all tokens and None, or 1.0 and a `[T]` tensor."""
     if not isinstance(temperature, Tensor):
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"temperature must be finite and above 0; got {temperature}")
+        if not (math.isfinite(temperature) and temperature >= MIN_TEMPERATURE):
+            raise ValueError(
+                f"temperature must be finite and at least {MIN_TEMPERATURE:g} (below, logits divided"
+                f" by it overflow fp32); got {temperature}"
+            )
         return 1.0 / temperature, None
     if temperature.requires_grad:
         raise ValueError("temperature needs a gradient, which linear_logprob does not compute")
@@ -210,12 +216,12 @@ def _inv_temperature(
             f"a temperature tensor must be [{num_tokens}], one per token; got"
             f" {list(temperature.shape)}"
         )
-    bad_T = ~(torch.isfinite(temperature) & (temperature > 0))
+    bad_T = ~(torch.isfinite(temperature) & (temperature >= MIN_TEMPERATURE))
     if bool(bad_T.any()):
         position = int(bad_T.nonzero()[0])
         raise ValueError(
-            f"temperature must be finite and above 0; got {float(temperature[position])} at"
-            f" position {position}"
+            f"temperature must be finite and at least {MIN_TEMPERATURE:g}; got"
+            f" {float(temperature[position])} at position {position}"
         )
     return 1.0, temperature.to(hidden_TD.device, sum_dtype(hidden_TD.dtype)).reciprocal()
 

@@ -185,15 +185,25 @@ class TileMath:
             sum_XD[group].add_(left_XK[group] @ right_KD)
 
 
+def sums_block(
+    sink: WeightGradient | None, num_chunks: int, dtype: torch.dtype, product: torch.dtype
+) -> bool:
+    """Whether a block's weight gradient needs a sum beyond the one product it then is, which rounds
+    it to the weight's dtype itself.
+    """
+    is_added = sink is not None and sink.add_to_buffer
+    return is_added or num_chunks > 1 or product != dtype
+
+
 class BlockGradient:
     """The weight gradient of one vocabulary block while it is being summed over the tokens.
 
     The sum is held in fp32: in the destination itself where that is fp32, else in a scratch block
-    that is rounded once at the end. A sum of one product, `single`, is rounded by the product.
+    that is rounded once at the end. Where it is one product, `sums` is False and the product rounds.
     """
 
     def __init__(
-        self, sink: WeightGradient | None, block: slice, tile_math: TileMath, *, single: bool
+        self, sink: WeightGradient | None, block: slice, tile_math: TileMath, *, sums: bool
     ) -> None:
         self._math = tile_math
         self._target_VD = None if sink is None else sink.buffer_VD[block]
@@ -202,8 +212,7 @@ class BlockGradient:
         self._is_fresh = True
         if self._target_VD is None:
             return
-        rounds = single and self._target_VD.dtype == tile_math.product and not self._add_to_target
-        if rounds or self._target_VD.dtype == tile_math.sum_dtype:
+        if not sums or self._target_VD.dtype == tile_math.sum_dtype:
             self._sum_VD = self._target_VD
             self._is_fresh = not self._add_to_target
         else:

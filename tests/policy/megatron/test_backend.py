@@ -135,7 +135,29 @@ def test_muon_without_its_package_is_refused_by_name(folder: Any, tmp_path: Path
         rank_pool().run(1, cases.step_case, case, tmp_path)
 
 
-@pytest.mark.parametrize("parallel", [{"data": 2}, {"data": 2, **TP2_SP}, {"pipeline": 2}])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["reduce after", "overlap"])
+def test_a_step_at_pp2_tp2_sp_equals_the_naive_head(
+    folder: Any, tmp_path: Path, overlap: bool, tied: bool
+) -> None:
+    """The oracle computes the head's logits whole, their log-softmax and its autograd."""
+    policy = {"optimizer": OPTIMIZER, "overlap_grad_reduce": overlap}
+    case = Case(folder(tied=tied), {"pipeline": 2, **TP2_SP}, SEQUENCES, policy=policy)
+    results = rank_pool().run(4, cases.step_case, case, tmp_path)
+    oracle = Oracle(tiny_model(tied=tied))
+    want = oracle.backward(SEQUENCES, case.loss)
+    stats = one([r["stats"][0].means for r in results])
+    assert one([r["stats"][0].loss for r in results]) == pytest.approx(want["loss"], rel=1e-5)
+    assert stats["logprob"] == pytest.approx(want["logprob"], rel=1e-5)
+    assert stats["entropy"] == pytest.approx(want["entropy"], rel=1e-5)
+    norm = oracle.step(OPTIMIZER)
+    assert one([r["updates"][0].grad_norm for r in results]) == pytest.approx(norm, rel=1e-5)
+    assert relative(merged(results, "weights"), oracle.weights()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 2}, {"data": 2, **TP2_SP}, {"pipeline": 2}, {"pipeline": 2, **TP2_SP}]
+)
 @pytest.mark.parametrize("param_gather", [False, True])
 def test_overlapped_reduction_gives_the_same_weights(
     folder: Any, tmp_path: Path, parallel: dict[str, Any], param_gather: bool
