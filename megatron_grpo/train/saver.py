@@ -184,10 +184,10 @@ class Saver:
         """
         self._look_for_best(state, metrics)
         self.settle(wait=False)
-        if self.stop.signal:
-            self.save_and_stop(state, metrics)
         if self.due(state.step, metrics):
             self.save(state, metrics)
+        if self.stop.signal:  # looked at last: a save takes its time, and the next step more
+            self.save_and_stop(state, metrics)
 
     def _look_for_best(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Say once if neither the first step nor the evaluation before it had the metric."""

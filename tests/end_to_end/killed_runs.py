@@ -72,25 +72,41 @@ def main(model: Path, folder: Path, kills: int, seed: int) -> None:
 
 def attempt(config: RunConfig, place: str | None, visit: int, delay_s: float) -> int:
     """Run or go on, in a child; its exit status, negative for a signal."""
+
+    def kill() -> None:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def run() -> None:
+        if place is not None:
+            when_entered(*PLACES[place], visit, kill)
+        run_training(config, Console(quiet=True))
+
+    return status_of(forked(run))
+
+
+def forked(run: Callable[[], object]) -> int:
+    """The process id of a child that does this and nothing else."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        if place is not None:
-            kill_at(place, visit, delay_s)
         status = 1
         try:
-            run_training(config, Console(quiet=True))
+            run()
             status = 0
         finally:
             if status:
                 sys.excepthook(*sys.exc_info())
             os._exit(status)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    """Of a child, once it has ended; negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def kill_at(place: str, visit: int, delay_s: float) -> None:
-    """Die `delay_s` after the place is entered for the `visit`th time."""
-    owner, name = PLACES[place]
+def when_entered(owner: Any, name: str, visit: int, act: Callable[[], object]) -> None:
+    """Call `act` before the function is entered for the `visit`th time."""
     original: Callable[..., Any] = vars(owner)[name]
     visits = 0
 
@@ -98,7 +114,7 @@ def kill_at(place: str, visit: int, delay_s: float) -> None:
         nonlocal visits
         visits += 1
         if visits == visit:
-            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            act()
         return original(*args, **kwargs)
 
     setattr(owner, name, entered)

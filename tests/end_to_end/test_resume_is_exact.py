@@ -12,12 +12,16 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from end_to_end import killed_runs
+from end_to_end import killed_runs, stopped_runs
+from end_to_end.leftovers import marked_environment, processes_of, wait_until_none
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_runs import (
@@ -38,6 +42,7 @@ from megatron_grpo.train import loop
 from megatron_grpo.train.assemble import run_training
 from megatron_grpo.train.checkpoints import list_checkpoints, remove_checkpoint
 from megatron_grpo.train.replay import run_replay
+from megatron_grpo.train.run_folder import open_run
 
 KILLS = 20
 QUIET = Console(quiet=True)
@@ -77,17 +82,21 @@ def prompts_of(folder: Path) -> list[str]:
     return [group.prompt.prompt_id for groups in groups_of(folder).values() for group in groups]
 
 
-@pytest.mark.slow
-def test_h3_h4_a_run_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(model, tmp_path):
-    command = [sys.executable, str(Path(killed_runs.__file__)), model, tmp_path, KILLS, 7]
+def lines_of(script: ModuleType, *arguments: object) -> list[dict[str, Any]]:
+    """The JSON lines that a script prints."""
     done = subprocess.run(
-        [str(part) for part in command],
+        [sys.executable, str(script.__file__), *map(str, arguments)],
         stdout=subprocess.PIPE,
         timeout=280,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )
-    result = json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_h3_h4_a_run_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(model, tmp_path):
+    [result] = lines_of(killed_runs, model, tmp_path, KILLS, 7)
     assert result["failed"] == []
     assert len(result["killed_in"]) == KILLS
     assert set(Counter(result["killed_in"])) == set(killed_runs.PLACES)
@@ -225,6 +234,23 @@ def test_a_signal_saves_and_the_run_goes_on_exactly(
     assert_same_run(config.folder, straight)
 
 
+@pytest.mark.slow
+def test_a_second_signal_ends_the_run_at_once_and_a_single_one_saves(model, straight, tmp_path):
+    """Whether the run waits for rollouts, trains or saves: 128 + the signal's number, or 75."""
+    runs = lines_of(stopped_runs, model, tmp_path)
+    assert [(run["place"], run["signal"], run["times"]) for run in runs] == [
+        (place, number.name, times) for place, number, times in stopped_runs.CASES
+    ]
+    for run in runs:
+        twice = run["times"] == 2
+        assert run["status"] == ({"SIGINT": 130, "SIGTERM": 143}[run["signal"]] if twice else 75)
+        assert not twice or run["seconds"] < 2
+        assert run["saved"] == ([2] if twice else [2, 4])
+        assert not run["left"]
+        assert run["again"] == 0
+        assert_same_run(tmp_path / run["folder"], straight)
+
+
 def test_a_step_is_replayed_to_the_last_bit_and_a_difference_is_told(model, straight, tmp_path):
     from_checkpoint = run_replay(straight, 6, [], QUIET)
     assert (from_checkpoint.started_after, from_checkpoint.exact) == (5, True)
@@ -264,20 +290,69 @@ REAL: dict[str, Any] = {
 
 def signal_after(config: RunConfig, steps: int, number: signal.Signals) -> int:
     """Train in a process of its own and signal its whole group after so many steps; its status."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with trained_for(config, steps, environment) as process:
+        os.killpg(process.pid, number)
+        return process.wait(120)
+
+
+@contextmanager
+def trained_for(
+    config: RunConfig, steps: int, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a process group of its own, once so many steps are done; killed afterwards."""
     file = config.folder.with_suffix(".yaml")
     file.write_text(dump_config(config))
     command = [sys.executable, "-m", "megatron_grpo.cli", "train", str(file)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     log = config.folder / "metrics.jsonl"
     until = time.monotonic() + 240
     with subprocess.Popen(command, env=environment, process_group=0) as process:
-        while process.poll() is None and time.monotonic() < until:
-            if log.exists() and len(rates_of(config.folder)) >= steps:
-                os.killpg(process.pid, number)
-                return process.wait(120)
-            time.sleep(0.05)
-        process.kill()
-    raise AssertionError(f"no {steps} steps: status {process.returncode}")
+        try:
+            while not log.exists() or len(rates_of(config.folder)) < steps:
+                assert process.poll() is None, f"no {steps} steps: status {process.returncode}"
+                assert time.monotonic() < until, f"no {steps} steps in time"
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_twice_ends_ray_megatron_and_vllm_while_a_rank_does_not_answer(model, tmp_path):
+    changes = {**REAL, "steps": 10_000, "checkpoint": {"every": 2, "async_save": False}}
+    config = tiny_config(model, tmp_path / "run", **changes)
+    environment = marked_environment()
+    with trained_for(config, 3, environment) as run:
+        ranks = ranks_among(processes_of(environment))
+        assert len(ranks) == 2
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        os.killpg(run.pid, signal.SIGINT)
+        time.sleep(3.0)
+        assert run.poll() is None  # it waits for the ranks, to finish the step
+        asked = time.monotonic()
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(20) == 130
+        assert time.monotonic() - asked < 5
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+    wait_until_none(environment)
+    steps = [one.step for one in list_checkpoints(config.folder / "checkpoints")]
+    done = len(rates_of(config.folder))
+    assert done - 2 <= steps[-1] <= done
+    with open_run(config, print, fresh=False, accept_changes=False) as folder:
+        assert folder.steps_done == steps[-1]
+
+
+def ranks_among(processes: dict[int, str]) -> list[int]:
+    """Ray's actors that Megatron's ranks live in."""
+    mark = b"CUDA_DEVICE_MAX_CONNECTIONS="
+    return [
+        pid
+        for pid, line in processes.items()
+        if line.startswith("ray::Host") and mark in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
 
 
 @pytest.mark.slow
