@@ -10,7 +10,7 @@ the same command again continues after the last of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from megatron_grpo.conversion.config_json import config_text
 from megatron_grpo.conversion.hf_folder import CONFIG, SINGLE, HfFolder, finish_folder, write_shard
 from megatron_grpo.conversion.journal import Journal
 from megatron_grpo.conversion.megatron_folder import MegatronFolder, extra_states
+from megatron_grpo.conversion.read_ahead import read_ahead
 from megatron_grpo.conversion.torch_dist import (
     COMMON,
     MARKER,
@@ -51,6 +52,9 @@ from megatron_grpo.errors import CheckpointError
 
 # Hugging Face's own habit.
 SHARD_BYTES = 5_000_000_000
+
+# A tensor of a safetensors file: name, shape and dtype.
+Entry = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def to_megatron(source: HfFolder, target: Path, layout: Layout, console: Console) -> None:
@@ -78,13 +82,8 @@ def to_megatron(source: HfFolder, target: Path, layout: Layout, console: Console
         task = bar.add_task(f"to {target.name}", total=total)
         for name, boxes in files.items():
             if (found := journal.find(name)) is None:
-
-                def value(index: int, boxes: Sequence[Box] = boxes) -> Tensor:
-                    bar.advance(task, boxes[index].num_bytes)
-                    return read_box_of(source, boxes[index])
-
-                cut = [(box.key, box.offsets, box.sizes) for box in boxes]
-                pieces = write_pieces(journal.folder / name, cut, value)
+                stream = _boxes(source, boxes, lambda size: bar.advance(task, size))
+                pieces = write_pieces(journal.folder / name, stream)
                 found = journal.add(name, [_as_list(piece) for piece in pieces])
             else:
                 bar.advance(task, sum(box.num_bytes for box in boxes))
@@ -92,6 +91,15 @@ def to_megatron(source: HfFolder, target: Path, layout: Layout, console: Console
         write_index(journal.folder, tensors, done, extra_states(source.spec))
     journal.close()
     finish_folder(target, {}, 0, source.side_files)
+
+
+def _boxes(
+    source: HfFolder, boxes: Sequence[Box], advance: Callable[[int], None]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    sized = [(box.num_bytes, box) for box in boxes]
+    for box, value in read_ahead(sized, lambda box: read_box_of(source, box)):
+        yield box.key, box.offsets, box.sizes, value
+        advance(box.num_bytes)
 
 
 def _as_list(piece: Piece) -> list[object]:
@@ -119,7 +127,7 @@ def to_hugging_face(
         (name, header.shape, header.dtype if name in exact else dtype or header.dtype)
         for name, header in source.headers.items()
     ]
-    sized = [(math.prod(shape) * kind.itemsize, (n, shape, kind)) for n, shape, kind in manifest]
+    sized = [(_entry_bytes(entry), entry) for entry in manifest]
     groups = in_groups(sized, shard_bytes)
     files = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     files = files if len(groups) > 1 else [SINGLE]
@@ -134,21 +142,10 @@ def to_hugging_face(
     with _bar(console) as bar:
         task = bar.add_task(f"to {target.name}", total=total)
 
-        def tensors(
-            group: list[tuple[str, tuple[int, ...], torch.dtype]],
-        ) -> Iterator[tuple[str, Tensor]]:
-            for name, _, kind in group:
-                value = source.read(name)
-                cast = value.to(kind)
-                kept = kind == value.dtype
-                check_finite(cast, name if kept else f"{name}, as {kind},")
-                yield name, cast
-                bar.advance(task, value.numel() * kind.itemsize)
-                del value, cast
-
         for file, group in zip(files, groups):
             if journal.find(file) is None:
-                write_shard(journal.folder / file, group, tensors(group))
+                stream = _tensors(source, group, lambda size: bar.advance(task, size))
+                write_shard(journal.folder / file, group, stream)
                 journal.add(file, [])
             else:
                 bar.advance(task, (journal.folder / file).stat().st_size)
@@ -159,6 +156,27 @@ def to_hugging_face(
     journal.close()
     shards = {file: [name for name, _, _ in group] for file, group in zip(files, groups)}
     finish_folder(target, shards, total, others)
+
+
+def _tensors(
+    source: MegatronFolder, group: Sequence[Entry], advance: Callable[[int], None]
+) -> Iterator[tuple[str, Tensor]]:
+    def read(entry: Entry) -> Tensor:
+        name, _, kind = entry
+        value = source.read(name)
+        cast = value.to(kind)
+        check_finite(cast, name if kind == value.dtype else f"{name}, as {kind},")
+        return cast
+
+    sized = [(_entry_bytes(entry), entry) for entry in group]
+    for entry, value in read_ahead(sized, read):
+        yield entry[0], value
+        advance(_entry_bytes(entry))
+
+
+def _entry_bytes(entry: Entry) -> int:
+    _, shape, kind = entry
+    return math.prod(shape) * kind.itemsize
 
 
 def _write_config(config: Path, folder: Path, dtypes: set[torch.dtype]) -> None:

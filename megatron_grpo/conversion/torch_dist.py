@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -223,14 +223,13 @@ def _load(file: Path, piece: Piece) -> Tensor:
 
 def write_pieces(
     file: Path,
-    boxes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]],
-    values: Callable[[int], Tensor],
+    boxes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]],
 ) -> list[Piece]:
-    """Write one `.distcp` file, one piece in memory at a time.
+    """Write one `.distcp` file, one piece after the other.
 
     Args:
-        boxes: key, offsets and sizes of every piece, in order.
-        values: index in `boxes` -> the piece's numbers, of any shape with as many elements.
+        boxes: key, offsets and sizes of every piece, and its numbers, of any shape with as many
+            elements.
 
     Raises:
         CheckpointError: the disk.
@@ -238,10 +237,8 @@ def write_pieces(
     pieces = []
     try:
         with file.open("wb") as out:
-            for index, (key, offsets, sizes) in enumerate(boxes):
-                value = values(index).reshape(sizes)
-                if value.untyped_storage().nbytes() != value.nbytes:
-                    value = value.clone()  # a view would be stored with all it views
+            for key, offsets, sizes, numbers in boxes:
+                value = _alone(numbers.reshape(sizes))
                 start = out.tell()
                 torch.save(value, out)
                 pieces.append(Piece(key, offsets, sizes, file.name, start, out.tell() - start))
@@ -252,6 +249,15 @@ def write_pieces(
             str(file), f"cannot be written: {error}", remedy="free space or choose another folder"
         ) from error
     return pieces
+
+
+def _alone(value: Tensor) -> Tensor:
+    """The same numbers in a storage that holds nothing else; a view is stored with all it views."""
+    value = value.contiguous()
+    if value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    own = torch.from_numpy(value.view(-1).view(torch.uint8).numpy())  # the same memory
+    return own.view(value.dtype).view(value.shape)
 
 
 def write_index(

@@ -1,8 +1,8 @@
 """vLLM's own processes end with the process that started them.
 
-vLLM calls `end_with_parent` in each of its processes, as a plugin (see pyproject.toml). An engine of
-several workers has a core and workers of its own. They end when told to, and their parent, killed
-outright, tells nobody: the core then waited for minutes, holding memory, or a GPU.
+vLLM calls `end_with_parent` in each of its processes, as a plugin (see pyproject.toml). An engine
+of several workers has a core and workers of its own. They end when told to, and their parent,
+killed outright, tells nobody: the core then waited for minutes, holding memory, or a GPU.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 An engine's own loaders take whole tensors and cut out their share with `narrow`. A PartTensor has
 the whole tensor's shape, so the loader's arithmetic comes out as always, but only its range is in
-memory; `narrow` within it gives ordinary views. Reaching outside is an error, so a loader that
-wants other elements than the plan sent cannot load garbage. No table of an engine's layout has to
+memory; `narrow` within it gives ordinary views. Dimensions may be added and taken away around it,
+as loaders of experts do. Reaching outside is an error, so a loader that wants other elements than
+the plan sent cannot load garbage. No table of an engine's layout has to
 be kept in step with its loaders, and no memory is taken for what was not sent.
 """
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from megatron_grpo.errors import WeightExchangeError
 
 _SLICE = torch.ops.aten.slice.Tensor
+_UNSQUEEZE = torch.ops.aten.unsqueeze.default
+_UNBIND = torch.ops.aten.unbind.int
 _KEEP = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -53,18 +56,25 @@ class PartTensor(Tensor):
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         whole = args[0]
-        if isinstance(whole, PartTensor) and func in _KEEP:
-            return whole
-        if not isinstance(whole, PartTensor) or func is not _SLICE or kwargs:
-            name = next((a.label for a in args if isinstance(a, PartTensor)), "")
-            raise WeightExchangeError(
-                f"tensor {name}",
-                f"is here in part, and its loader wants {func} of all of it",
-                remedy="a loader must narrow to its share first",
-            )
-        return whole._slice(*args[1:])  # pyright: ignore[reportArgumentType]
+        if isinstance(whole, PartTensor) and not kwargs:
+            if func in _KEEP:
+                return whole
+            if func is _SLICE:
+                return whole._slice(*args[1:])  # pyright: ignore[reportArgumentType]
+            if func is _UNSQUEEZE:
+                return whole._unsqueeze(*args[1:])  # pyright: ignore[reportArgumentType]
+            if func is _UNBIND:
+                return whole._unbind(*args[1:])  # pyright: ignore[reportArgumentType]
+        raise next(a for a in args if isinstance(a, PartTensor))._refused(func)
+
+    def _refused(self, func: object) -> WeightExchangeError:
+        return WeightExchangeError(
+            f"tensor {self.label}",
+            f"is here in part, and its loader wants {func} of all of it",
+            remedy="a loader must narrow to its share first",
+        )
 
     def _slice(
         self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
@@ -84,3 +94,18 @@ class PartTensor(Tensor):
                 remedy="this is a fault of the plan; report it",
             )
         return self.here.narrow(dim, low - self.begin, high - low)
+
+    def _unsqueeze(self, dim: int) -> Tensor:
+        dim %= self.ndim + 1
+        shape = (*self.shape[:dim], 1, *self.shape[dim:])
+        axis = self.axis + (dim <= self.axis)
+        return PartTensor(self.label, self.here.unsqueeze(dim), shape, axis, self.begin)
+
+    def _unbind(self, dim: int = 0) -> tuple[Tensor, ...]:
+        dim %= self.ndim
+        if dim == self.axis:
+            raise self._refused(_UNBIND)
+        shape = (*self.shape[:dim], *self.shape[dim + 1 :])
+        axis = self.axis - (dim < self.axis)
+        parts = self.here.unbind(dim)
+        return tuple(PartTensor(self.label, here, shape, axis, self.begin) for here in parts)

@@ -16,15 +16,17 @@ from tiny import save_tiny, tiny_model
 
 pytestmark = pytest.mark.slow
 
-MODEL = {"family": "llama", "tied": True, "head_dim": 32}
+DENSE = {"family": "llama", "tied": True, "head_dim": 32}
+EXPERTS = {"family": "qwen3_moe", "num_hidden_layers": 3}  # layer 1 is dense
 
 
-def test_both_workers_of_an_engine_hold_their_part_of_the_pushed_weights(tmp_path):
-    folders = [save_tiny(tmp_path / str(seed), **MODEL, seed=seed) for seed in (0, 1)]
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_both_workers_of_an_engine_hold_their_part_of_the_pushed_weights(tmp_path, model):
+    folders = [save_tiny(tmp_path / str(seed), **model, seed=seed) for seed in (0, 1)]
     config = CONFIG.model_copy(update={"tensor": 2})
     engine = start_engine(folders[0], config)
     try:
-        first, second = (tiny_model(**MODEL, seed=seed) for seed in (0, 1))
+        first, second = (tiny_model(**model, seed=seed) for seed in (0, 1))
         states = [load_file(folder / "model.safetensors") for folder in folders]
         fleet = Fleet([engine], folders[0], workers=2)
         for state, right, wrong in ((states[0], first, second), (states[1], second, first)):

@@ -30,6 +30,20 @@ def test_it_looks_whole_and_gives_what_the_whole_would_give():
     assert torch.equal(target, WHOLE[3:5])
 
 
+def test_dimensions_come_and_go_around_it_as_loaders_of_experts_do():
+    for axis, given in ((0, part(0, 2, 5)), (1, part(1, 1, 3))):
+        (again,) = given.unsqueeze(0).unbind()
+        assert again.shape == WHOLE.shape
+        assert torch.equal(again.narrow(axis, 2, 1), WHOLE.narrow(axis, 2, 1))
+        last = given.unsqueeze(-1)
+        assert last.shape == (6, 4, 1)
+        assert torch.equal(last.narrow(axis, 2, 1)[..., 0], WHOLE.narrow(axis, 2, 1))
+    rows = part(1, 1, 3).unbind(0)
+    assert len(rows) == 6 and torch.equal(rows[4].narrow(0, 1, 2), WHOLE[4, 1:3])
+    with pytest.raises(WeightExchangeError, match="tensor w: is here in part"):
+        part(0, 2, 5).unbind(0)
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 6), (1, 2), (4, 2)])
 def test_reaching_outside_is_an_error_that_names_the_tensor(start, count):
     with pytest.raises(WeightExchangeError, match=r"tensor w: \[.*\) along dimension 0"):
