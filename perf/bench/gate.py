@@ -106,6 +106,15 @@ BENCHES: Mapping[str, Bench] = {
         ("steps", "rollouts_per_step"),
         {"size_ratio": Ratio("lower", 0.05)},  # against one compressed file
     ),
+    "bench_overlap": Bench(
+        (),
+        ("dtype", "completions"),
+        {
+            "speedup": Ratio("higher", 0.15),
+            # An idle share near 0 has no ratio worth comparing.
+            "trainer_busy_share_ahead": Ratio("higher", 0.1),
+        },
+    ),
     "bench_profile_overhead": Bench(
         (),
         ("microbatches",),

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from megatron_grpo.config.base import validate
 from megatron_grpo.config.run import RunConfig
-from megatron_grpo.errors import RunStopped
+from megatron_grpo.errors import RolloutError, RunStopped
 from megatron_grpo.rollouts.zarr_store import ZarrStore
 from megatron_grpo.train import loop
 from megatron_grpo.train.assemble import run_training
@@ -146,3 +146,15 @@ def test_tokens_are_at_most_one_version_old_also_in_a_run_that_was_stopped(
     # Every prompt that was handed out was either trained on or is still to come: none lost.
     assert len(prompts) + len(last.source.pending) == last.source.next_prompt
     assert max(record["staleness_max"] for record in records.values()) == 1  # it did run ahead
+
+
+def test_g3_grades_have_no_spread_whatever_the_penalty_for_length_makes_of_them(model, tmp_path):
+    """Every grade is 0, and the penalty takes more from long responses: all the same no group is
+    taken, and three rounds of two groups end the run."""
+    few = values("finish", model, tmp_path / "run")
+    few["task"] = {**few["task"], "reward": "end_to_end.digit_reward:always_wrong"}
+    few["rollouts"] = {**few["rollouts"], "replace_rounds": 3}
+    few["algorithm"] = {"overlong_buffer": 0.9}
+    with pytest.raises(RolloutError, match=r"6 groups were replaced .*pass rate .* 0\.000"):
+        run_training(validate(RunConfig, few, "test"), Console(quiet=True))
+    assert ZarrStore(tmp_path / "run" / "rollouts").steps() == []

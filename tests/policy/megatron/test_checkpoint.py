@@ -35,6 +35,11 @@ def case(folder: Path, parallel: dict[str, Any], **policy: Any) -> Case:
     return Case(folder, parallel, SEQUENCES, policy={"optimizer": OPTIMIZER, **policy})
 
 
+def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole model."""
+    return {name: array for rank in ranks for name, array in rank.items()}
+
+
 SGD = {"type": "sgd", "learning_rate": 1e-2, "momentum": 0.5}
 
 
@@ -93,6 +98,32 @@ def test_a_resumed_run_takes_the_step_the_straight_run_took(
     assert relative(got, want) < 2e-5
     assert {(steps, rate) for _, steps, rate in resumed} == {(3, 1e-2)}
     assert not (tmp_path / ".checkpoint.partial").exists()
+
+
+@pytest.mark.parametrize("loaded", [{"data": 2}, {}], ids=["DP2", "one"])
+def test_h4_a_save_holds_the_update_before_it_although_its_weights_were_not_gathered_yet(
+    tmp_path: Path, loaded: dict[str, Any]
+) -> None:
+    """With the gathering put off to the next forward pass, a replica's weights are those before the
+    update when the save begins."""
+    source = save_tiny(tmp_path / "hf", "qwen2", tied=True)
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    plain, first = case(source, {"data": 2}), case(source, {"data": 2}, **overlap)
+    second = case(source, loaded, **(overlap if loaded else {}))
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    target = tmp_path / "checkpoint"
+    want = merged(rank_pool().run(2, cases.save_case, plain, tmp_path / "a", tmp_path / "other"))
+    straight = merged(rank_pool().run(2, cases.save_case, first, tmp_path / "b", target))
+    resumed = rank_pool().run(
+        second.config.parallel.world_size, cases.resume_case, second, tmp_path / "c", target
+    )
+    got = merged([arrays for arrays, _, _ in resumed])
+    assert all(np.array_equal(straight[name], want[name]) for name in want)
+    if loaded:
+        assert all(np.array_equal(got[name], want[name]) for name in want)
+    assert relative(got, want) < 2e-5
+    assert {(steps, rate) for _, steps, rate in resumed} == {(3, 1e-2)}
 
 
 @pytest.mark.parametrize(
