@@ -205,8 +205,8 @@ def _inv_temperature(
     if not isinstance(temperature, Tensor):
         if not (math.isfinite(temperature) and temperature >= MIN_TEMPERATURE):
             raise ValueError(
-                f"temperature must be finite and at least {MIN_TEMPERATURE:g} (below, logits divided"
-                f" by it overflow fp32); got {temperature}"
+                f"temperature must be finite and at least {MIN_TEMPERATURE:g}, below which logits"
+                f" divided by it overflow fp32; got {temperature}"
             )
         return 1.0 / temperature, None
     if temperature.requires_grad:

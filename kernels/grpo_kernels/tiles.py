@@ -199,7 +199,7 @@ class BlockGradient:
     """The weight gradient of one vocabulary block while it is being summed over the tokens.
 
     The sum is held in fp32: in the destination itself where that is fp32, else in a scratch block
-    that is rounded once at the end. Where it is one product, `sums` is False and the product rounds.
+    that is rounded once at the end. Where it is one product, `sums` is False: the product rounds.
     """
 
     def __init__(
