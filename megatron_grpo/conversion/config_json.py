@@ -79,7 +79,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         raise CheckpointError(
             str(path),
             f"cannot be read: {error}",
-            remedy="point model.path at a Hugging Face folder",
+            remedy="point at a Hugging Face folder",
         ) from error
     if not isinstance(fields, dict):
         raise CheckpointError(str(path), "must be a JSON object", found=type(fields).__name__)

@@ -37,7 +37,7 @@ from megatron_grpo.conversion.boxes import (
 )
 from megatron_grpo.conversion.config_json import config_text
 from megatron_grpo.conversion.hf_folder import CONFIG, SINGLE, HfFolder, finish_folder, write_shard
-from megatron_grpo.conversion.journal import Journal
+from megatron_grpo.conversion.journal import Journal, file_stats
 from megatron_grpo.conversion.megatron_folder import MegatronFolder, extra_states
 from megatron_grpo.conversion.read_ahead import read_ahead
 from megatron_grpo.conversion.torch_dist import (
@@ -89,8 +89,7 @@ def to_megatron(source: HfFolder, target: Path, layout: Layout, console: Console
                 bar.advance(task, sum(box.num_bytes for box in boxes))
             done += [Piece(k, tuple(o), tuple(s), name, a, n) for k, o, s, a, n in found]
         write_index(journal.folder, tensors, done, extra_states(source.spec))
-    journal.close()
-    finish_folder(target, {}, 0, source.side_files)
+    finish_folder(target, {}, 0, source.side_files, journal.close)
 
 
 def _boxes(
@@ -136,6 +135,7 @@ def to_hugging_face(
         "dtype": str(dtype),
         "shard_bytes": shard_bytes,
         "like": str(source.side.resolve()),
+        "like_files": file_stats(source.side),
     }
     journal = Journal.open(target, source, settings)
     total = sum(size for size, _ in sized)
@@ -153,9 +153,8 @@ def to_hugging_face(
     (config,) = (file for file in source.side_files if file.name == CONFIG)
     kinds = {kind for name, _, kind in manifest if name not in exact}
     _write_config(config, journal.folder, kinds)
-    journal.close()
     shards = {file: [name for name, _, _ in group] for file, group in zip(files, groups)}
-    finish_folder(target, shards, total, others)
+    finish_folder(target, shards, total, others, journal.close)
 
 
 def _tensors(
@@ -171,6 +170,7 @@ def _tensors(
     sized = [(_entry_bytes(entry), entry) for entry in group]
     for entry, value in read_ahead(sized, read):
         yield entry[0], value
+        del value  # before the next one is read
         advance(_entry_bytes(entry))
 
 

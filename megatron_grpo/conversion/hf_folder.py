@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,15 @@ class HfFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.spec: ModelSpec = read_model_spec(path / CONFIG)
-        found = dict(_read_headers(path))
+        found: dict[str, Header] = {}
+        for name, header in _read_headers(path):
+            if (known := found.setdefault(name, header)) is not header:
+                raise CheckpointError(
+                    f"{path}: {name}",
+                    "is in two files: programs differ in which they take",
+                    found=[known.file.name, header.file.name],
+                    remedy="remove the file that is not of the model",
+                )
         self.headers: Mapping[str, Header] = _checked(found, self.spec, path)
         if self.spec.tied and HEAD in found:
             self._check_tied(found[HEAD])
@@ -154,8 +162,7 @@ def _weight_files(path: Path) -> list[Path]:
     if missing:
         raise CheckpointError(
             str(path),
-            "weight files are missing",
-            found=missing,
+            f"weight files are missing: {', '.join(missing[:4])}",
             remedy="copy the whole folder; only safetensors are read",
         )
     return files
@@ -244,13 +251,16 @@ def write_shard(
     try:
         with file.open("wb") as out:
             out.write(struct.pack("<Q", len(encoded)) + encoded)
-            for (name, shape, dtype), (given, tensor) in zip(manifest, tensors, strict=True):
+            wanted = iter(manifest)
+            for given, tensor in tensors:
+                name, shape, dtype = next(wanted, ("its end", (), torch.float32))
                 if name != given or tuple(tensor.shape) != shape:
-                    raise CheckpointError(
-                        f"{file}: {name}", "the stream broke its manifest", found=given
-                    )
+                    raise _broke_manifest(file, name, given)
                 flat = tensor.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
                 out.write(flat.numpy().data)
+                del tensor, flat  # before the next one is read
+            for name, _, _ in wanted:
+                raise _broke_manifest(file, name, "its end")
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
@@ -258,6 +268,10 @@ def write_shard(
             str(file), f"cannot be written: {error}", remedy="free space or choose another folder"
         ) from error
     return offset
+
+
+def _broke_manifest(file: Path, name: str, given: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {name}", "the stream broke its manifest", found=given)
 
 
 def begin_folder(target: Path) -> Path:
@@ -279,7 +293,11 @@ def partial_folder(target: Path) -> Path:
 
 
 def finish_folder(
-    target: Path, shards: Mapping[str, list[str]], total_bytes: int, side_files: Iterable[Path]
+    target: Path,
+    shards: Mapping[str, list[str]],
+    total_bytes: int,
+    side_files: Iterable[Path],
+    forget: Callable[[], None] = lambda: None,
 ) -> None:
     """Add index and side files to the partial folder and move it to `target`, replacing what was
     there.
@@ -287,6 +305,7 @@ def finish_folder(
     Args:
         shards: file name -> tensor names in it.
         total_bytes: of all tensors.
+        forget: removes what lies in the partial folder for resuming; called when all is written.
     """
     partial = partial_folder(target)
     try:
@@ -305,6 +324,7 @@ def finish_folder(
             inner = TEMPLATES if file.parent.name == TEMPLATES else "."
             (partial / inner).mkdir(exist_ok=True)
             shutil.copyfile(file, partial / inner / file.name)
+        forget()
         old = target.parent / f".{target.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():

@@ -39,8 +39,7 @@ class Journal:
                 str(target), "exists already", remedy="name another folder, or remove this one"
             )
         folder = partial_folder(target)
-        files = sorted(path for path in source.path.iterdir() if path.is_file())
-        stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+        stats = file_stats(source.path)
         identity = {"source": str(source.path.resolve()), "files": stats, **settings}
         try:
             written = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
@@ -71,3 +70,9 @@ class Journal:
 
     def close(self) -> None:
         (self.folder / _JOURNAL).unlink(missing_ok=True)
+
+
+def file_stats(folder: Path) -> dict[str, list[int]]:
+    """Name -> size and time of every file: what tells that a folder is still the same."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}

@@ -6,6 +6,7 @@ the frozen reference, the exporter.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from megatron_grpo.conversion.torch_dist import (
 )
 from megatron_grpo.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 # In a checkpoint Megatron calls these norms as Transformer Engine does, whichever layers it ran.
 _STORED_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -41,6 +44,9 @@ _STORED_LATENT_NAMES = {
     )
     for letters in ("q", "kv")
 }
+# Of a training checkpoint's keys, those of the optimizer's state; of a model's, those of the layers
+# that predict further tokens.
+_OPTIMIZER, _BESIDE = "optimizer.", "mtp."
 _LAYER, _EXPERT = "decoder.layers.{layer}.", "mlp.experts.local_experts.{expert}."
 
 
@@ -112,7 +118,7 @@ class MegatronFolder:
         side: folder of config.json.
 
     Raises:
-        CheckpointError: unreadable, or tensors missing or of another shape, by name.
+        CheckpointError: unreadable, or tensors missing, unexpected or of another shape, by name.
     """
 
     def __init__(self, path: Path, like: Path | None = None, state: str = "") -> None:
@@ -129,6 +135,8 @@ class MegatronFolder:
         self._stored = read_index(path)
         self._places: dict[str, tuple[Direct, int, int, int]] = {}
         headers = {}
+        if not state:
+            self._refuse_others()
         for rule, layer, expert in self.spec.parameters():
             dtype = self._check(rule, layer, expert)
             if dtype is None:
@@ -162,6 +170,28 @@ class MegatronFolder:
                 remedy="config.json must match the weights",
             )
         return tensor.dtype
+
+    def _refuse_others(self) -> None:
+        """A tensor that config.json says nothing of would be lost, and the model another one."""
+        wanted = {
+            locate(rule, self.spec, layer, expert).key
+            for rule, layer, expert in self.spec.parameters()
+        }
+        others = [key for key in self._stored if key not in wanted and _OPTIMIZER not in key]
+        beside = [key for key in others if key.startswith(_BESIDE) and self.spec.family.latent]
+        if beside:
+            log.warning(
+                "%s: %d tensors of multi-token prediction are left out", self.path, len(beside)
+            )
+        extra = sorted(set(others) - set(beside))
+        if extra:
+            raise CheckpointError(
+                str(self.path),
+                f"{len(extra)} tensors do not belong to this {self.spec.family.name} model",
+                found=extra[:4],
+                remedy="config.json (tie_word_embeddings, num_hidden_layers) must match the "
+                "weights",
+            )
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         """A tensor, or its range [start, stop) along dimension `axis`."""

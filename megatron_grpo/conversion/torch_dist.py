@@ -240,15 +240,23 @@ def write_pieces(
             for key, offsets, sizes, numbers in boxes:
                 value = _alone(numbers.reshape(sizes))
                 start = out.tell()
-                torch.save(value, out)
+                _save(value, out)
                 pieces.append(Piece(key, offsets, sizes, file.name, start, out.tell() - start))
             out.flush()
             os.fsync(out.fileno())
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except OSError as error:
         raise CheckpointError(
             str(file), f"cannot be written: {error}", remedy="free space or choose another folder"
         ) from error
     return pieces
+
+
+def _save(value: Tensor, out: BinaryIO) -> None:
+    """torch.save, which says of a full disk, and of Ctrl-C, that a position was unexpected."""
+    try:
+        torch.save(value, out)
+    except RuntimeError as error:
+        raise (error.__context__ or OSError(str(error))) from None
 
 
 def _alone(value: Tensor) -> Tensor:

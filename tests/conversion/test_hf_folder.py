@@ -193,3 +193,26 @@ def test_a_full_disk_is_one_clear_error() -> None:
     stream = iter([("a", torch.zeros(1 << 20))])
     with pytest.raises(CheckpointError, match=r"/dev/full: cannot be written.*free space"):
         write_shard(Path("/dev/full"), [("a", (1 << 20,), torch.float32)], stream)
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).rename(folder / "one.safetensors")
+    save_file({"model.norm.weight": torch.zeros(64)}, folder / "two.safetensors")
+    files = {**dict.fromkeys(tensors, "one.safetensors"), "other": "two.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: is in two files.*'one.*'two"):
+        HfFolder(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [("a", "b: the stream broke .*'its end'"), ("abc", "its end: the stream broke .*'c'")],
+)
+def test_a_stream_that_is_shorter_or_longer_than_its_manifest_is_refused(
+    tmp_path: Path, names: str, problem: str
+) -> None:
+    manifest = [(name, (2,), torch.float32) for name in "ab"]
+    with pytest.raises(CheckpointError, match=problem):
+        write_shard(tmp_path / SINGLE, manifest, iter([(n, torch.zeros(2)) for n in names]))

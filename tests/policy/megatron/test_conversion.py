@@ -117,6 +117,13 @@ def test_a_training_checkpoint_converts_to_what_the_run_exports(
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
         {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
     ],
     ids=lambda rope: rope["rope_type"],
 )
