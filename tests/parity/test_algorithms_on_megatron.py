@@ -46,6 +46,9 @@ WORK = {
     "sft": (Sft(SftConfig(aggregation="sequence_mean")), PAIRS),
 }
 TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
+# Context ranks hold parts of every sequence, replicas different ones: sums over a sequence, a pair
+# and the step must still be whole.
+LAYOUTS = {"TP2 PP2": TP2_PP2, "CP2 DP2": {"context": 2, "data": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +64,10 @@ def plain(folders) -> ReferencePolicy:
     return ReferencePolicy(folders[0], config, channel.sender, frozen=folders[1])
 
 
-@pytest.fixture(scope="module")
-def megatron(folders, tmp_path_factory):
-    case = Case(folders[0], TP2_PP2, (), policy={"distributed_optimizer": False})
+@pytest.fixture(scope="module", params=LAYOUTS)
+def megatron(request, folders, tmp_path_factory):
+    parallel = LAYOUTS[request.param]
+    case = Case(folders[0], parallel, (), policy={"distributed_optimizer": False})
     work = list(WORK.values())
     results = rank_pool().run(4, losses_case, case, tmp_path_factory.mktemp("meet"), work)
     return {name: [rank[i] for rank in results] for i, name in enumerate(WORK)}
