@@ -16,7 +16,7 @@ from megatron_grpo.config import ChatTask, DataTask, PreferenceTask
 from megatron_grpo.config.base import Section, Value, validate
 from megatron_grpo.environments.chat import ChatTokenizer, Message
 from megatron_grpo.environments.data.tables import field, numbered_rows
-from megatron_grpo.errors import ConfigError, RolloutError
+from megatron_grpo.errors import ConfigError, ConfigErrors, RolloutError
 from megatron_grpo.types import Prompt, Reward, Rollout, RolloutGroup
 
 
@@ -39,6 +39,13 @@ class PreferenceRow(Section):
     prompt: list[MessageRow]
     chosen: str
     rejected: str
+
+
+_USER = '[{"role": "user", "content": "..."}'
+_FORMS: Mapping[type[Section], str] = {
+    ChatRow: f'{{"messages": {_USER}, {{"role": "assistant", "content": "..."}}]}}',
+    PreferenceRow: f'{{"prompt": {_USER}], "chosen": "...", "rejected": "..."}}',
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,26 @@ def _rows(task: DataTask, kind: type[Section]) -> Iterator[tuple[str, Section]]:
                 found=", ".join(unread),
                 remedy="if that is meant, name them in task.ignore",
             )
-        yield where, validate(kind, cast(dict[str, Value], values), where)
+        try:
+            checked = validate(kind, cast(dict[str, Value], values), where)
+        except ConfigErrors as errors:
+            raise _refused(where, kind, values, errors) from None
+        yield where, checked
+
+
+def _refused(
+    where: str, kind: type[Section], values: Mapping[str, object], errors: ConfigErrors
+) -> ConfigError:
+    """What is wrong with a row in one line: its first fault, with the form that rows have."""
+    remedy = f"a row is {_FORMS[kind]}"
+    missing = [name for name in kind.model_fields if name not in values]
+    if missing:
+        found = ", ".join(values) or "no field"
+        if kind is ChatRow:
+            remedy += ", or name its fields in task.prompt and task.response"
+        return ConfigError(where, f"has no {', '.join(missing)}", found=found, remedy=remedy)
+    first = errors.errors[0]
+    return ConfigError(first.where, first.problem, found=first.found, remedy=remedy)
 
 
 def _question_rows(task: ChatTask) -> Iterator[tuple[str, Section]]:

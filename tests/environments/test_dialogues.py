@@ -120,16 +120,29 @@ def test_g3_the_fingerprint_follows_rows_and_split(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"c\.jsonl:2: is not JSON"),
-        ("[]", r"c\.jsonl:2: must be a JSON object"),
-        ('{"message": []}', r"c\.jsonl:2: message: unknown key; did you mean messages\?"),
-        ('{"messages": [{"role": "bot", "content": ""}]}', r"c\.jsonl:2: messages\.0\.role"),
+        ("{", r"is not JSON: Expecting .* column 2 \(found '{'\); write one object per line"),
+        ("[]", r"must be a JSON object \(found '\[\]'\); write it as {"),
+        ("null", r"must be a JSON object \(found 'null'\)"),
+        ("{}", r"has no messages \(found 'no field'\); a row is {"),
+        ('{"message": [], "id": 1}', r"has no messages \(found 'message, id'\); a row is {"),
+        ('{"messages": "hi"}', r"messages: .* valid list \(found 'hi'\); a row is {"),
+        ('{"messages": [{"role": "bot", "content": ""}]}', r"messages\.0\.role: .*'bot'\); a row"),
+        ('{"messages": [{"role": "user"}]}', r"messages\.0\.content: is required; a row is {"),
     ],
 )
-def test_a_line_that_is_no_row_is_named(tmp_path, line, message):
+def test_a_line_that_is_no_row_is_named_in_one_line_with_the_form_of_rows(tmp_path, line, message):
     path = chat_file(tmp_path / "c.jsonl", chat("1", "2"), line)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"^c\.jsonl:2: " + message) as caught:
         load_data(ChatTask(path=path, heldout_rows=1), toy(tmp_path / "m"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pair_that_lacks_an_answer_is_named_with_the_form_of_pairs(tmp_path):
+    row = json.loads(pair("1?", "2", "3"))
+    del row["rejected"]
+    path = chat_file(tmp_path / "p.jsonl", json.dumps(row))
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: has no rejected .*; a row is {\"prompt\""):
+        load_data(PreferenceTask(path=path, heldout_rows=1), toy(tmp_path / "m"))
 
 
 def pair(question: str, chosen: str, rejected: str) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from itertools import islice
+from json import JSONDecodeError
 from pathlib import Path
 
 import pyarrow as pa
@@ -153,8 +154,19 @@ def _json_lines(file: Path, name: str) -> Iterator[tuple[int, Row]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(where, f"is not JSON: {error}") from error
+                    raise _no_json(where, line, error) from error
                 yield number, _object(row, line, where)
+
+
+def _no_json(where: str, line: str, error: Exception) -> ConfigError:
+    # json's own message counts lines, and a line's end as one.
+    place = f"{error.msg}, column {error.pos + 1}" if isinstance(error, JSONDecodeError) else error
+    return ConfigError(
+        where,
+        f"is not JSON: {place}",
+        found=line.strip()[:40],
+        remedy="write one object per line; a file that is a single list of rows ends in .json",
+    )
 
 
 def _object(row: object, text: str, where: str) -> Row:
@@ -163,7 +175,12 @@ def _object(row: object, text: str, where: str) -> Row:
         text: the JSON that the row was read from.
     """
     if not isinstance(row, dict):
-        raise ConfigError(where, "must be a JSON object", found=type(row).__name__)
+        raise ConfigError(
+            where,
+            "must be a JSON object",
+            found=json.dumps(row)[:40],
+            remedy='write it as {"field": value, ...}, or leave it out',
+        )
     if "\\ud" in text.lower() and not _is_text(row):
         raise ConfigError(
             where,
