@@ -135,6 +135,25 @@ def test_statistics_of_a_pair_by_hand():
     assert found["rejected_reward"] == pytest.approx([-0.1, 1.0])
 
 
+def test_length_normalisation_and_the_likelihood_term_by_hand():
+    # Chosen: two tokens, log-probabilities -1, -3 against -2, -3: log-ratio 1 in all, 0.5 a token.
+    # Rejected: one token, -1 against -0.5: -0.5. h = 0.5 + 0.5 = 1; -log sigmoid(0.2) = 0.598139;
+    # the chosen's mean negative log-likelihood is 2.
+    [group] = [make_group([1.0, 0.0], response_lengths=[2, 1], prompt_ids=[1])]
+    references = [[0, -2, -3], [0, -0.5]]
+    rollouts = [
+        replace(r, reference_logprobs=np.array(values, np.float32))
+        for r, values in zip(group.rollouts, references, strict=True)
+    ]
+    group = replace(group, rollouts=tuple(rollouts))
+    algorithm = Dpo(DpoConfig(beta=0.2, length_normalized=True, sft_coefficient=0.5))
+    [[microbatch]] = algorithm.make_batch([group], BatchShape()).replicas
+    logprob_T = torch.tensor([-1.0, -3.0, 9.0, -1.0, 9.0])  # 9: positions that predict nothing
+    output = algorithm.loss(logprob_T, torch.zeros(5), microbatch)
+    assert output.loss.item() == pytest.approx(0.598139 + 0.5 * 2, rel=1e-6)
+    assert output.sums["margin"].tolist() == pytest.approx([0.2, 1.0])
+
+
 def test_d5_a_step_down_the_loss_favours_the_chosen():
     [group] = make_pairs(1)
     algorithm = Dpo(DpoConfig())

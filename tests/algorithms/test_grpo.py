@@ -68,11 +68,16 @@ def test_d4_the_gradient_reaches_only_the_positions_that_predict_the_response():
     assert logits.grad[2, 4].item() == pytest.approx(-0.5 / 4 * (1 - p), rel=1e-6)
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [("token_mean", 2.5), ("sequence_mean", 2.0)])
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("token_mean", 2.5), ("sequence_mean", 2.0), ("sequence_sum", 2.5), ("fixed_length", 1.0)],
+)
 def test_d1_aggregation_by_hand(aggregation, expected):
-    # Rollouts of 2 and 6 tokens, loss 1 and 3 per token: (2 * 1 + 6 * 3) / 8, and (1 + 3) / 2.
+    # Rollouts of 2 and 6 tokens, loss 1 and 3 per token, sums 2 and 18: 20 / 8, (1 + 3) / 2, and
+    # the mean of the sums, 10, over a constant of 4 and over a budget of 10.
     group = make_group([0.0, 1.0], response_lengths=[2, 6])
-    microbatch = only_microbatch(Grpo(GrpoConfig(aggregation=aggregation)), [group])
+    config = GrpoConfig(aggregation=aggregation, aggregation_constant=4.0)
+    microbatch = only_microbatch(Grpo(config, max_new_tokens=10), [group])
     loss_T = torch.where(microbatch.sequence_T == 0, 1.0, 3.0)
     assert (loss_T * microbatch.loss_weight_T).sum().item() == pytest.approx(expected, rel=1e-6)
 

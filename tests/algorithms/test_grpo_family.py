@@ -257,6 +257,25 @@ def test_d2_dropped_groups_leave_loss_and_denominator():
     assert microbatch.loss_weight_T.sum().item() == 1.0
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_d2_groups_of_equal_rewards_get_a_gradient_of_exactly_zero(variant):
+    # Ratios far off and no term but the surrogate: nothing of it may be left, not even 1e-9.
+    # (0.1 + 0.2 and 0.3 are one reward; responses stay out of the overlong buffer.)
+    alone = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    algorithm = build({**VARIANTS[variant], **alone})
+    groups = [
+        make_group([0.1 + 0.2, 0.3, 0.3], group_id=f"g{i}", response_lengths=[3, 8, 5], seed=i)
+        for i in range(3)
+    ]
+    table = 3 * torch.randn(130, generator=torch.Generator().manual_seed(1)) - 4
+    table.requires_grad_()
+    for shape in CUTS:
+        loss = total_loss(algorithm, algorithm.make_batch(groups, shape), table)
+        [gradient] = torch.autograd.grad(loss, table)
+        assert loss.item() == 0.0
+        assert gradient.abs().max().item() == 0.0
+
+
 def test_overlong_shaping_decides_between_equal_grades():
     # Budget 10, buffer 2: 10 sampled tokens cost 1, so the shaped rewards are 1 and 0.
     group = make_group([1.0, 1.0], response_lengths=[8, 10])

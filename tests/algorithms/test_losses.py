@@ -255,6 +255,7 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient():
 @pytest.mark.parametrize(
     ("correction", "expected"),
     [
+        ("unbounded", [3.0, 0.25, 1.0, 1.0, 1.0]),
         ("truncated", [2.0, 0.25, 1.0, 1.0, 1.0]),
         ("masked", [0.0, 0.0, 1.0, 1.0, 1.0]),
         # geometric means: sqrt(3 * 0.25) = 0.866 inside, 1 inside
