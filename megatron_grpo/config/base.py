@@ -249,12 +249,20 @@ def _explain(
             remedy=inner.remedy,
         )
     if item["type"] == "extra_forbidden":
-        hint = suggest(root, keys)
-        remedy = f"did you mean {hint}?" if hint else "remove it, or see --help for the keys"
-        return ConfigError(where, "unknown key", remedy=remedy)
+        return ConfigError(where, "unknown key", remedy=_instead(root, keys))
     if item["type"] == "missing":
         return ConfigError(where, "is required", remedy="add it to the config")
     return _explain_value(root, item, where, keys, typed=typed)
+
+
+def _instead(root: type[Section], keys: list[str]) -> str:
+    """What to do about an unknown key."""
+    owners = {tag for tag, cls in _variants(root, keys[:-1]) if keys[-1] in cls.model_fields}
+    if owners:
+        kind = f"{'.'.join(keys[:-1])}.type {' or '.join(sorted(owners))}"
+        return f"it belongs to {kind}; remove it, or choose that type"
+    hint = suggest(root, keys)
+    return f"did you mean {hint}?" if hint else "remove it, or see --help for the keys"
 
 
 def _explain_value(

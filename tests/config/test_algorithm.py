@@ -88,7 +88,10 @@ def test_the_configs_that_train_on_data_load_and_reload(path, tmp_path):
         (DPO, "evaluation.samples=2", r"evaluation\.samples: means nothing"),
         (DPO, "policy.microbatch_tokens=300", r"2 of task\.max_row_tokens must fit"),
         (SFT, "task={type: reasoning_gym, name: chain_sum}", "algorithm sft trains on chats"),
-        (SFT, "algorithm.beta=0.1", r"algorithm\.beta: unknown key"),
+        (SFT, "algorithm.beta=0.1", r"unknown key; it belongs to algorithm\.type dpo; remove it"),
+        (DPO, "algorithm.preset=grpo", r"unknown key; it belongs to algorithm\.type grpo"),
+        (SFT, "algorithm.reference_path=x", r"it belongs to algorithm\.type dpo or grpo"),
+        (SFT, "policy.parallel.tensor=2", r"parallel: .*belongs to policy\.type megatron"),
         (SFT, "algorithm={type: spin}", "algorithm"),
     ],
 )
