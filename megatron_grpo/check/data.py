@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from itertools import islice
 
 from megatron_grpo.check.findings import Finding, Subject
-from megatron_grpo.config import ChatTask, DataTask, ReasoningGymTask
+from megatron_grpo.config import ChatTask, PreferenceTask, ReasoningGymTask
 from megatron_grpo.config.data import ProblemTask
-from megatron_grpo.environments.data.tables import field, numbered_rows, read_rows
+from megatron_grpo.environments.data.rows import lacks_an_answer, lacks_words, written_rows
+from megatron_grpo.environments.data.tables import field, read_rows
 from megatron_grpo.environments.gym_problems import generate_problems
 from megatron_grpo.environments.rewards import RewardFunction, load_reward
 
 # Rows that are graded; all of them are when the run starts.
 _ROWS_ASKED = 8
-# Rows whose fields are looked at; all of them are when the run starts.
+# Rows that are looked at without a tokenizer; all of them are when the run starts.
 _ROWS_READ = 10_000
-_FIELDS = {"chats": ("messages",), "preferences": ("prompt", "chosen", "rejected")}
 
 
 def check_task(subject: Subject) -> Iterator[Finding]:
@@ -36,7 +36,7 @@ def check_task(subject: Subject) -> Iterator[Finding]:
                 field(row, path, "task", task.path)
         yield Finding("ok", "task", f"{task.path} has {task.prompt} and {task.response}")
     else:
-        yield from _check_rows(task, _FIELDS[task.type])
+        yield from _check_rows(task)
 
 
 def _check_problems(task: ReasoningGymTask) -> Iterator[Finding]:
@@ -108,18 +108,21 @@ def _said(value: float | None) -> str:
     return "no number" if value is None else f"{value:g}"
 
 
-def _check_rows(task: DataTask, fields: tuple[str, ...]) -> Iterator[Finding]:
-    count = 0
-    for where, row in islice(numbered_rows(task.path, task.files, "task.path"), _ROWS_READ):
-        count += 1
-        missing = [name for name in fields if name not in row]
-        unread = sorted(row.keys() - {*fields, *task.ignore})
-        if missing or unread:
-            text = f"has no {', '.join(missing)}" if missing else f"nothing reads {unread}"
-            remedy = f"write objects with {', '.join(fields)}"
-            remedy = remedy if missing else "if that is meant, name them in task.ignore"
-            yield Finding("problem", where, text, remedy)
+def _check_rows(task: ChatTask | PreferenceTask) -> Iterator[Finding]:
+    read = count = 0
+    for where, row in islice(written_rows(task), _ROWS_READ):
+        read += 1
+        if lacks_words(row):
+            continue
+        if lacks_an_answer(row):
+            yield Finding(
+                "problem",
+                where,
+                "needs an assistant turn, with something before it",
+                "leave the row out",
+            )
             return
+        count += 1
     if count <= task.heldout_rows:
         yield Finding(
             "problem",
@@ -128,5 +131,5 @@ def _check_rows(task: DataTask, fields: tuple[str, ...]) -> Iterator[Finding]:
             "give more rows, or hold out fewer",
         )
         return
-    more = " or more" if count == _ROWS_READ else ""
-    yield Finding("ok", "task.path", f"{count} rows{more} with {', '.join(fields)}")
+    more = " or more" if read == _ROWS_READ else ""
+    yield Finding("ok", "task.path", f"{count} rows{more} of {task.type}")

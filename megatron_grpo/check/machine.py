@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_perf.model_shape import Architecture
@@ -92,6 +93,15 @@ def check_packages(subject: Subject) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "packages", f"versions as tested: {', '.join(_WATCHED)}")
+    policy = subject.config.policy
+    needs_muon = policy.type == "megatron" and policy.optimizer.type == "muon"
+    if needs_muon and find_spec("emerging_optimizers") is None:
+        yield Finding(
+            "unknown" if absent else "problem",
+            "policy.optimizer.type",
+            "muon needs the emerging_optimizers package, which is not here",
+            "install it from its source (NVIDIA-NeMo/Emerging-Optimizers), or use adam",
+        )
 
 
 def _asked() -> dict[str, Requirement]:

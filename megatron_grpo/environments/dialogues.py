@@ -8,44 +8,21 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import numpy as np
 
 from megatron_grpo.config import ChatTask, DataTask, PreferenceTask
-from megatron_grpo.config.base import Section, Value, validate
 from megatron_grpo.environments.chat import ChatTokenizer, Message
+from megatron_grpo.environments.data.rows import (
+    ChatRow,
+    MessageRow,
+    PreferenceRow,
+    lacks_words,
+    written_rows,
+)
 from megatron_grpo.environments.data.tables import field, numbered_rows
-from megatron_grpo.errors import ConfigError, ConfigErrors, RolloutError
+from megatron_grpo.errors import ConfigError, RolloutError
 from megatron_grpo.types import Prompt, Reward, Rollout, RolloutGroup
-
-
-class MessageRow(Section):
-    """One turn, as a row writes it."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-
-
-class ChatRow(Section):
-    """One line of a chat file."""
-
-    messages: list[MessageRow]
-
-
-class PreferenceRow(Section):
-    """One line of a preference file."""
-
-    prompt: list[MessageRow]
-    chosen: str
-    rejected: str
-
-
-_USER = '[{"role": "user", "content": "..."}'
-_FORMS: Mapping[type[Section], str] = {
-    ChatRow: f'{{"messages": {_USER}, {{"role": "assistant", "content": "..."}}]}}',
-    PreferenceRow: f'{{"prompt": {_USER}], "chosen": "...", "rejected": "..."}}',
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +47,10 @@ def load_data(task: ChatTask | PreferenceTask, tokenizer: ChatTokenizer) -> Data
         ConfigError: a file that cannot be read, a row that is none, or too few rows.
         RolloutError: a row that the chat template cannot express.
     """
-    kind = ChatRow if isinstance(task, ChatTask) else PreferenceRow
     kept: list[RolloutGroup] = []
     left_out: Counter[str] = Counter()
-    for where, row in _rows(task, kind):
-        group = None if _lacks_words(row) else _group_of(where, row, tokenizer)
+    for where, row in _rows(task):
+        group = None if lacks_words(row) else _group_of(where, row, tokenizer)
         reason = "with a turn without words" if group is None else _unusable(group, task)
         if group is None or reason:
             left_out[reason] += 1
@@ -94,17 +70,7 @@ def load_data(task: ChatTask | PreferenceTask, tokenizer: ChatTokenizer) -> Data
     return DataSet(tuple(train), tuple(heldout), dict(left_out), _fingerprint([heldout, train]))
 
 
-def _lacks_words(row: Section) -> bool:
-    """Whether a turn that is asked or answered is blank: nothing can be learned from it."""
-    if isinstance(row, PreferenceRow):
-        said = [*_messages(row.prompt), *(Message("user", t) for t in (row.chosen, row.rejected))]
-    else:
-        assert isinstance(row, ChatRow)
-        said = _messages(row.messages)
-    return any(not m.content.strip() for m in said if m.role in ("user", "assistant"))
-
-
-def _group_of(where: str, row: Section, tokenizer: ChatTokenizer) -> RolloutGroup:
+def _group_of(where: str, row: ChatRow | PreferenceRow, tokenizer: ChatTokenizer) -> RolloutGroup:
     if isinstance(row, PreferenceRow):
         return _pair(where, row, tokenizer)
     return _chat(where, row, tokenizer)
@@ -118,45 +84,14 @@ def _unusable(group: RolloutGroup, task: DataTask) -> str:
     return "whose two answers are one" if len(ids) == 2 and ids[0] == ids[1] else ""
 
 
-def _rows(task: DataTask, kind: type[Section]) -> Iterator[tuple[str, Section]]:
+def _rows(task: ChatTask | PreferenceTask) -> Iterator[tuple[str, ChatRow | PreferenceRow]]:
     """(row id, row) of every row."""
     if isinstance(task, ChatTask) and task.prompt is not None:
-        yield from _question_rows(task)
-        return
-    known = kind.model_fields.keys()
-    for where, row in numbered_rows(task.path, task.files, "task.path"):
-        values = {key: value for key, value in row.items() if key not in task.ignore}
-        unread = sorted(values.keys() - known)
-        if unread and known <= values.keys():
-            raise ConfigError(
-                where,
-                f"has fields beside {', '.join(known)}, which nothing reads",
-                found=", ".join(unread),
-                remedy="if that is meant, name them in task.ignore",
-            )
-        try:
-            checked = validate(kind, cast(dict[str, Value], values), where)
-        except ConfigErrors as errors:
-            raise _refused(where, kind, values, errors) from None
-        yield where, checked
+        return _question_rows(task)
+    return written_rows(task)
 
 
-def _refused(
-    where: str, kind: type[Section], values: Mapping[str, object], errors: ConfigErrors
-) -> ConfigError:
-    """What is wrong with a row in one line: its first fault, with the form that rows have."""
-    remedy = f"a row is {_FORMS[kind]}"
-    missing = [name for name in kind.model_fields if name not in values]
-    if missing:
-        found = ", ".join(values) or "no field"
-        if kind is ChatRow:
-            remedy += ", or name its fields in task.prompt and task.response"
-        return ConfigError(where, f"has no {', '.join(missing)}", found=found, remedy=remedy)
-    first = errors.errors[0]
-    return ConfigError(first.where, first.problem, found=first.found, remedy=remedy)
-
-
-def _question_rows(task: ChatTask) -> Iterator[tuple[str, Section]]:
+def _question_rows(task: ChatTask) -> Iterator[tuple[str, ChatRow]]:
     """Rows of a question and an answer as dialogues; what a row lacks is a turn without words."""
     system = [] if task.system_prompt is None else [("system", task.system_prompt)]
     for where, values in numbered_rows(task.path, task.files, "task.path"):
@@ -169,8 +104,7 @@ def _question_rows(task: ChatTask) -> Iterator[tuple[str, Section]]:
         yield where, ChatRow.model_validate({"messages": rows})
 
 
-def _chat(row_id: str, row: Section, tokenizer: ChatTokenizer) -> RolloutGroup:
-    assert isinstance(row, ChatRow)
+def _chat(row_id: str, row: ChatRow, tokenizer: ChatTokenizer) -> RolloutGroup:
     messages = _messages(row.messages)
     return _group(row_id, tokenizer, messages, [(messages, 0.0)], last_only=False)
 

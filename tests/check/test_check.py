@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -214,14 +215,23 @@ def test_a_model_folder_that_does_not_agree_with_itself_is_found(tmp_path, model
     assert any(said in text for text in found.values()), found
 
 
+ANSWERED = (
+    '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+)
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ('{"messages": []}\n[1]\n', "rows.jsonl:2 must be a JSON object"),
+        (ANSWERED + "[1]\n", "rows.jsonl:2 must be a JSON object"),
         ('{"message": []}\n', "has no messages"),
         ("nonsense\n", "rows.jsonl:1 is not JSON"),
-        ('{"messages": [], "tools": 1}\n', "nothing reads ['tools']"),
-        ('{"messages": []}\n', "leaves nothing to train on of 1 rows"),
+        ('{"messages": [], "tools": 1}\n', "which nothing reads (found 'tools')"),
+        (ANSWERED, "leaves nothing to train on of 1 rows"),
+        (ANSWERED + ANSWERED.replace('"a"', '" "'), "leaves nothing to train on of 1 rows"),
+        (ANSWERED + '{"messages": []}\n', "rows.jsonl:2 needs an assistant turn"),
+        (ANSWERED.replace("assistant", "user"), "rows.jsonl:1 needs an assistant turn"),
+        (ANSWERED.replace("assistant", "gpt"), "rows.jsonl:1: messages.1.role input should be"),
     ],
 )
 def test_rows_that_cannot_be_read_are_found_by_line(tmp_path, model, rows, said):
@@ -236,6 +246,16 @@ def test_rows_that_cannot_be_read_are_found_by_line(tmp_path, model, rows, said)
     }
     found = problems(check(tmp_path, config))
     assert any(said in f"{where} {text}" for where, text in found.items()), found
+
+
+def test_muon_on_megatron_without_its_package_is_found_before_the_run(tmp_path, model):
+    optimizer = {"type": "muon", "learning_rate": 1e-3}
+    policy = {"type": "megatron", "distributed_optimizer": False, "optimizer": optimizer}
+    found = problems(check(tmp_path, {**values(model), "policy": policy}))
+    if find_spec("emerging_optimizers") is None:
+        assert "muon needs the emerging_optimizers package" in found["policy.optimizer.type"]
+    else:
+        assert "policy.optimizer.type" not in found
 
 
 def test_json_and_exit_statuses_are_for_scripts(tmp_path, model):
