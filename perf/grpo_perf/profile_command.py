@@ -38,7 +38,8 @@ def run_profile_command(
     predicted = predict_measured(measured)
     timeline = make_timeline(measured)
     folder = measured.folder
-    write_json(report, predicted, folder / "profile.json")
+    speeds = {"ranks": measured.rank_speeds, "engines": measured.engine_speeds}
+    write_json(report, predicted, speeds, folder / "profile.json")
     draw_timeline(timeline, folder / "timeline.png")
     write_timeline(timeline, folder / "timeline.html")
     show_report(report, predicted, console)

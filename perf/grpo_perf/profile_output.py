@@ -10,11 +10,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from grpo_perf.microbenchmark import Speeds
 from grpo_perf.profile_report import ActorRow, Report
 
 
-def write_json(report: Report, predicted: Mapping[str, float], path: Path) -> None:
+def write_json(
+    report: Report,
+    predicted: Mapping[str, float],
+    speeds: Mapping[str, Sequence[Speeds]],
+    path: Path,
+) -> None:
+    """With what the micro-benchmark measured, by "ranks" and "engines"."""
     values = {**asdict(report), "mean_step_s": report.mean_step_s, "predicted_s": dict(predicted)}
+    values["speeds"] = {name: [asdict(one) for one in each] for name, each in speeds.items()}
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from grpo_perf.benchmark_sizes import benchmark_sizes
 from grpo_perf.machine_model import MachineWork, predict_phases, prefill_tokens
 from grpo_perf.microbenchmark import Speeds
 from grpo_perf.profile_phases import working
-from grpo_perf.profile_report import policy_of
+from grpo_perf.profile_report import BYTES_OF, policy_of
 from grpo_perf.profile_run import Measured
 from grpo_perf.step_work import PackedCount, generation_work, training_work
 
@@ -32,6 +33,7 @@ def _slowest(speeds: list[Speeds]) -> Speeds:
 def _work(measured: Measured) -> MachineWork:
     """The mean step."""
     steps = measured.steps
+    sizes = benchmark_sizes(measured.config, measured.model, gpu=False)
     virtual = policy_of(measured.config).parallel.virtual_pipeline > 1
     counts = [
         training_work(batch, shares_prefixes=measured.shape.keep_groups, equal_length=virtual)
@@ -60,4 +62,6 @@ def _work(measured: Measured) -> MachineWork:
         context_tokens=generated.cache_tokens / sampled,
         engines=max(1, len(measured.engines)),
         engine_steps=engine_steps / steps,
+        keys_per_token=sizes.keys_per_token,
+        item_bytes=BYTES_OF[measured.dtype],
     )

@@ -11,12 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from grpo_perf.microbenchmark import Speeds
+from grpo_perf.benchmark_sizes import benchmark_sizes
+from grpo_perf.microbenchmark import Speeds, median_of
 from grpo_perf.model_shape import Architecture, read_architecture
 from megatron_grpo.batch import BatchShape, TrainBatch
 from megatron_grpo.config import ChatTask, ClusterConfig, PreferenceTask, RunConfig
@@ -157,8 +158,8 @@ def measure_run(config: RunConfig, options: ProfileOptions, console: Console) ->
             ranks=read_spans(members, deadline_s),
             engines=read_spans(engines, deadline_s),
             work=algorithm.steps(updates_per_step(config))[WARMUP_STEPS:],
-            rank_speeds=_means(before[0], after[0]),
-            engine_speeds=_means(before[1], after[1]),
+            rank_speeds=_medians(before[0], after[0]),
+            engine_speeds=_medians(before[1], after[1]),
             device_bytes=device_bytes,
             traces=list(traces.values()),
         )
@@ -218,12 +219,9 @@ def _start(
     return run, _members(policy), _members(generator)
 
 
-def _means(before: Sequence[Speeds], after: Sequence[Speeds]) -> list[Speeds]:
+def _medians(before: Sequence[Sequence[Speeds]], after: Sequence[Sequence[Speeds]]) -> list[Speeds]:
     """Of what was measured on both sides of the steps: the machine may be shared."""
-    return [
-        Speeds(*((one + two) / 2 for one, two in zip(astuple(first), astuple(second))))
-        for first, second in zip(before, after, strict=True)
-    ]
+    return [median_of([*one, *two]) for one, two in zip(before, after, strict=True)]
 
 
 def _members(proxy: object) -> list[Member]:
@@ -242,14 +240,10 @@ class Actors:
         self._deadline_s = config.cluster.step_deadline_s
         self.gpu = config.cluster.gpus_per_rank > 0
 
-    def speeds(self, model: Architecture) -> tuple[list[Speeds], list[Speeds]]:
-        """Of ranks and engines. On GPUs, where an engine's workers have processes of their own, an
-        engine is taken to be as fast as a rank."""
-        rollouts = self._config.rollouts
-        rows = rollouts.groups_per_step * rollouts.group_size
-        tokens = self._config.policy.microbatch_tokens
-        dtype = resolve_dtype(self._config.policy.dtype, gpu=self.gpu)
-        arguments = (model.hidden, 2 * model.ffn_hidden, tokens, rows, dtype)
+    def speeds(self, model: Architecture) -> tuple[list[list[Speeds]], list[list[Speeds]]]:
+        """Rounds of ranks and of engines. On GPUs, where an engine's workers have processes of
+        their own, an engine is taken to be as fast as a rank."""
+        arguments = (benchmark_sizes(self._config, model, gpu=self.gpu),)
         ranks = self._use(self._ranks, _BENCHMARK, [arguments] * len(self._ranks), "measure")
         if self.gpu:
             return ranks, ranks[:1] * len(self._engines)

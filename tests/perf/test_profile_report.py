@@ -37,7 +37,25 @@ MODEL = Architecture(
 # Matrices of a layer: qkv 16 x 8, projection 8 x 8, gate and up 32 x 8, down 8 x 16.
 LAYERS = 2 * 2 * (128 + 64 + 256 + 128)
 PER_PAIR = 2 * 2 * 2 * 8
-SPEEDS = Speeds(1e6, 2e6, 1e6, 4e5, 1e6, 1e-6)
+SPEEDS = Speeds(
+    flops_per_s=1e6,
+    gradient_flops_per_s=1e6,
+    head_flops_per_s=1e6,
+    decode_flops_per_s=2e6,
+    pairs_per_s=1e6,
+    gradient_pairs_per_s=1e6,
+    pass_elements_per_s=1e6,
+    cached_elements_per_s=1e6,
+    accumulate_elements_per_s=1e6,
+    adam_elements_per_s=1e6,
+    memory_bytes_per_s=1e6,
+    new_bytes_per_s=1e6,
+    cold_bytes_per_s=1e6,
+    packed_bytes_per_s=1e6,
+    read_bytes_per_s=4e5,
+    socket_bytes_per_s=1e6,
+    launch_s=1e-6,
+)
 
 
 def config_of(parallel: dict[str, int], engines: int = 1) -> RunConfig:
