@@ -323,6 +323,7 @@ def test_ctrl_c_twice_ends_ray_megatron_and_vllm_while_a_rank_does_not_answer(mo
     changes = {**REAL, "steps": 10_000, "checkpoint": {"every": 2, "async_save": False}}
     config = tiny_config(model, tmp_path / "run", **changes)
     environment = marked_environment()
+    environment.pop(OF_RANKS, None)  # tests before this one may have had ranks in this process
     with trained_for(config, 3, environment) as run:
         ranks = ranks_among(processes_of(environment))
         assert len(ranks) == 2
@@ -345,9 +346,13 @@ def test_ctrl_c_twice_ends_ray_megatron_and_vllm_while_a_rank_does_not_answer(mo
         assert folder.steps_done == steps[-1]
 
 
+# What ranks are started with, and engines are not.
+OF_RANKS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
 def ranks_among(processes: dict[int, str]) -> list[int]:
     """Ray's actors that Megatron's ranks live in."""
-    mark = b"CUDA_DEVICE_MAX_CONNECTIONS="
+    mark = f"{OF_RANKS}=".encode()
     return [
         pid
         for pid, line in processes.items()
