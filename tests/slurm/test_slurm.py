@@ -15,6 +15,7 @@ from grpo_launch.hostlist import expand_hosts
 pytestmark = pytest.mark.timeout(1500)
 TWO_NODES = ("--nodes", "2", "--cpus-per-node", "1", "--time", "30")
 STEPS = 120
+LONG = 600  # more than the minute that SLURM may take to look at a new limit
 
 
 def weights(run_dir: Path) -> bytes:
@@ -78,13 +79,13 @@ def test_the_exit_code_of_a_run_that_cannot_start_arrives(cluster, sft, tmp_path
 
 
 def test_time_limit_saves_requeues_and_resumes_to_the_same_weights(cluster, sft):
-    cut = cluster.launch(sft("cut", STEPS), *TWO_NODES)
+    cut = cluster.launch(sft("cut", LONG), *TWO_NODES)
     cluster.wait_for_step(cut, 15)
     # A new limit three minutes from now: SLURM itself sends the signal ahead of it.
     hours, minutes, _ = cluster.state(cut)["RunTime"].rpartition("-")[2].split(":")
     limit = 60 * int(hours) + int(minutes) + 3
     cluster.call("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={limit}")
-    whole = cluster.launch(sft("whole", STEPS), *TWO_NODES)
+    whole = cluster.launch(sft("whole", LONG), *TWO_NODES)
     cluster.wait_for(cut, "the time limit is near", 300)
     # The next start has the job's limit, which would be as short.
     cluster.call("scontrol", "update", f"JobId={cut.number}", "TimeLimit=30")
